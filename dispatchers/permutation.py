@@ -1,0 +1,211 @@
+"""Orders of rows inside one rank: by expert, back to tokens, and chunks of rows. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Copy each token once for every expert it is routed to, sorted by expert, token order inside an expert.
+
+    Example: routing_map [[1, 0], [1, 1]] gives the rows t0 t1 | t1 and sorted_indices [0, 1, 1].
+
+    Args:
+        tokens: [T, H].
+        routing_map: [T, E] bool, True where routed.
+        probs: [T, E], or None.
+        num_out_tokens: M, the True entries of routing_map, if the caller knows it; None counts them (one host sync).
+
+    Returns:
+        permuted_tokens [M, H]; permuted_probs [M], or None without probs; sorted_indices [M] int64, the token of each
+        row.
+
+    Source: Megatron-Core moe_utils, function of the same name. Differs: returns three values; the pad offsets and
+        counts of its fused kernel are None on this path there.
+    """
+    sorted_indices, expert_ids = routed_slots(routing_map, num_out_tokens)
+    permuted_probs = None if probs is None else slot_probs(probs, sorted_indices, expert_ids)
+    return gather_rows(tokens, sorted_indices), permuted_probs, sorted_indices
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: Sequence[int],
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+) -> Tensor:
+    """Add the rows of `permute` up to tokens, weighted by probs if given.
+
+    Args:
+        permuted_tokens: [M, H] sorted by expert.
+        sorted_indices: [M] int64, the token of each row.
+        restore_shape: (T, H).
+        probs: [T, E] weights, or None for a plain sum.
+        routing_map: [T, E] bool, needed with probs.
+
+    Returns:
+        [T, H] in the dtype of permuted_tokens, summed in fp32 (fp64 for fp64) and rounded once.
+
+    Raises:
+        ValueError: probs without routing_map.
+
+    Source: Megatron-Core moe_utils, function of the same name. Differs: that one adds in the dtype of the rows.
+    """
+    if probs is not None:
+        if routing_map is None:
+            raise ValueError("probs (given) need routing_map (None): it says which entries of probs were routed.")
+        token_ids, expert_ids = routed_slots(routing_map, permuted_tokens.shape[0])
+        weights = slot_probs(probs, token_ids, expert_ids)
+        permuted_tokens = (permuted_tokens * weights.unsqueeze(-1)).to(permuted_tokens.dtype)  # [M, H]
+    return sum_rows(permuted_tokens, sorted_indices, restore_shape[0])
+
+
+def sort_chunks_by_idxs(
+    input: Tensor, split_sizes: Tensor | Sequence[int], sorted_idxs: Tensor | Sequence[int], probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Reorder chunks of rows: output = the chunks input[sorted_idxs[0]], input[sorted_idxs[1]], ...
+
+    Example: rows a b b c with split_sizes [1, 2, 1] and sorted_idxs [2, 0, 1] become c a b b.
+
+    Args:
+        input: [R, ...].
+        split_sizes: rows of each chunk, summing to R; a tensor is copied to the host.
+        sorted_idxs: a permutation of the chunks.
+        probs: [R] carried along, or None.
+
+    Returns:
+        output [R, ...]; permuted_probs [R], or None without probs.
+
+    Raises:
+        ValueError: split_sizes do not sum to R, or sorted_idxs is no permutation of the chunks.
+
+    Source: Megatron-Core moe_utils, function of the same name.
+    """
+    sizes = split_sizes.tolist() if isinstance(split_sizes, Tensor) else list(split_sizes)  # sync: chunk sizes
+    order = sorted_idxs.tolist() if isinstance(sorted_idxs, Tensor) else list(sorted_idxs)  # sync: chunk order
+    if sum(sizes) != input.shape[0] or min(sizes, default=0) < 0:
+        raise ValueError(f"split_sizes ({sizes}) must be >= 0 and sum to the rows of input ({input.shape[0]}).")
+    if sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"sorted_idxs ({order}) must be a permutation of the {len(sizes)} chunks.")
+    chunks = input.split(sizes)
+    output = torch.cat([chunks[i] for i in order]) if order else input.clone()
+    if probs is None:
+        return output, None
+    prob_chunks = probs.split(sizes)
+    return output, torch.cat([prob_chunks[i] for i in order]) if order else probs.clone()
+
+
+def routed_slots(routing_map: Tensor, num_slots: int | None = None) -> tuple[Tensor, Tensor]:
+    """List the True entries of a routing map by expert, then by token.
+
+    Args:
+        routing_map: [T, E] bool.
+        num_slots: M, how many there are; None counts them (one host sync).
+
+    Returns:
+        token_ids [M] int64, expert_ids [M] int64.
+    """
+    if num_slots is None:
+        num_slots = int(routing_map.sum())  # sync: the caller gave no count
+    expert_ids, token_ids = torch.nonzero_static(routing_map.t().contiguous(), size=num_slots).unbind(1)  # [M, 2]
+    return token_ids.contiguous(), expert_ids.contiguous()
+
+
+def slot_probs(probs: Tensor, token_ids: Tensor, expert_ids: Tensor) -> Tensor:
+    """Return probs [T, E] at the slots token_ids [M], expert_ids [M] -> [M]."""
+    return probs.reshape(-1).gather(0, token_ids * probs.shape[1] + expert_ids)
+
+
+def chunk_row_ids(counts: Tensor, num_rows: int) -> Tensor:
+    """Return where rows that arrived rank-major stand when they are read expert-major.
+
+    Example: counts [[1, 2], [1, 1]]; the rows r0e0 r0e1 r0e1 r1e0 r1e1 are read in the order 0 3 | 1 2 4, that is
+    # r0e0 r0e1 | r1e0 r1e1 (rank-major) -> r0e0 r1e0 | r0e1 r1e1 (expert-major)
+
+    Args:
+        counts: [source ranks, L] int64, rows of each source rank for each local expert.
+        num_rows: R, the sum of counts.
+
+    Returns:
+        [R] int64.
+    """
+    sizes = counts.t().reshape(-1)  # [L * ranks], expert-major
+    ends = counts.reshape(-1).cumsum(0).view_as(counts)  # where each chunk ends in the rank-major rows
+    starts = (ends - counts).t().reshape(-1)  # [L * ranks]
+    shift = starts - (sizes.cumsum(0) - sizes)  # from a row's place in the expert-major order to its rank-major place
+    return torch.arange(num_rows, device=counts.device) + shift.repeat_interleave(sizes, output_size=num_rows)
+
+
+def pad_slots(
+    row_ids: Tensor, probs: Tensor, tokens_per_expert: Tensor, padded_per_expert: Tensor, num_padded: int
+) -> tuple[Tensor, Tensor]:
+    """Append padding slots (row -1, prob 0) to each expert's slots.
+
+    Example: row_ids [5, 7 | 6], counts [2, 1], padded [2, 2] -> [5, 7 | 6, -1].
+
+    Args:
+        row_ids: [M] int64, sorted by expert.
+        probs: [M].
+        tokens_per_expert: [L] int64, slots before.
+        padded_per_expert: [L] int64, slots after; nowhere smaller.
+        num_padded: sum of padded_per_expert.
+
+    Returns:
+        row_ids [num_padded] int64, probs [num_padded].
+    """
+    num_added = padded_per_expert - tokens_per_expert
+    shift = (num_added.cumsum(0) - num_added).repeat_interleave(tokens_per_expert, output_size=row_ids.shape[0])
+    places = torch.arange(row_ids.shape[0], device=row_ids.device) + shift  # [M], where each slot moves to
+    padded_row_ids = row_ids.new_full((num_padded,), -1).index_copy_(0, places, row_ids)
+    return padded_row_ids, probs.new_zeros(num_padded).index_copy(0, places, probs)
+
+
+def gather_rows(source: Tensor, row_ids: Tensor) -> Tensor:
+    """Return source[row_ids]: [T, H], [M] int64 -> [M, H]. Backward adds in fp32 (fp64 for fp64), rounded once."""
+    return _GatherRows.apply(source, row_ids)
+
+
+def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    """Return out [num_rows, H] with out[row_ids[i]] += rows[i]: [M, H], [M] int64. Added in fp32 or fp64."""
+    return _SumRows.apply(rows, row_ids, num_rows)
+
+
+def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    """[M, H], [M] -> [num_rows, H]."""
+    accumulate = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    out = torch.zeros(num_rows, *rows.shape[1:], dtype=accumulate, device=rows.device)
+    return out.index_add_(0, row_ids, rows.to(accumulate)).to(rows.dtype)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, source: Tensor, row_ids: Tensor) -> Tensor:
+        ctx.save_for_backward(row_ids)
+        ctx.num_rows = source.shape[0]
+        return source.index_select(0, row_ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (row_ids,) = ctx.saved_tensors
+        return _sum_rows(grad, row_ids, ctx.num_rows), None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(row_ids)
+        return _sum_rows(rows, row_ids, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (row_ids,) = ctx.saved_tensors
+        return grad.index_select(0, row_ids), None, None

@@ -1,0 +1,44 @@
+"""MoETransformerBlock: attention and experts (or a dense MLP), each behind a norm and a residual."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moe.attention import RMSNorm, SelfAttention
+from moe.config import TransformerConfig
+from moe.layer import MoELayer
+from moe.parallel import ProcessGroups
+from moe.shared_experts import MLP
+
+
+class MoETransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is a MoELayer or dense, by moe_layer_freq.
+
+    Args:
+        config: see TransformerConfig.
+        groups: what `ProcessGroups.build` returned; None on one process.
+        layer_number: the block's number, from 1; it decides whether the block is MoE or dense.
+
+    Raises:
+        ValueError: tensor or context parallelism of attention, which this version does not have.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups | None = None, layer_number: int = 1) -> None:
+        super().__init__()
+        if groups is not None and groups.tp_cp.size() > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size x context_parallel_size ({groups.tp_cp.size()}) must be 1 for a"
+                " MoETransformerBlock in this version; MoELayer alone takes slices of the sequence."
+            )
+        self.layer_number = layer_number
+        self.input_layernorm = RMSNorm(config)
+        self.self_attention = SelfAttention(config)
+        self.pre_mlp_layernorm = RMSNorm(config)
+        is_moe = config.is_moe_layer(layer_number - 1)
+        dense_width = config.ffn_hidden_size or 4 * config.hidden_size
+        self.mlp = MoELayer(config, groups, layer_number) if is_moe else MLP(config, dense_width)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H]."""
+        hidden_states = hidden_states + self.self_attention(self.input_layernorm(hidden_states))
+        return hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states))

@@ -1,0 +1,165 @@
+"""GroupedMLP: this rank's experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dispatchers.base import ExpertInput
+from moe.config import MoEConfig
+from moe.expert_function import Slots, expert_mlp
+from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
+
+
+class ExpertLinear(nn.Module):
+    """The weights and biases of one linear of all local experts.
+
+    Attributes:
+        weight: parameter [L, ...]; a DTensor [E, ...] if experts are spread over ranks.
+        bias: parameter [L, ...] likewise, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def extra_repr(self) -> str:
+        """Show the global shapes when the module is printed."""
+        bias = "None" if self.bias is None else list(self.bias.shape)
+        return f"weight={list(self.weight.shape)}, bias={bias}, dtype={self.weight.dtype}"
+
+
+class GroupedMLP(nn.Module):
+    """E / ep_size experts, each linear_fc2(prob * activation(linear_fc1(x))) + prob * linear_fc2.bias.
+
+    Initial values depend on torch's seed and the global expert index alone: every factoring of the ranks starts from
+    the same model. With expert-tensor parallelism a rank holds a slice of F, and the output is this rank's addend; it
+    adds fc2's bias to its own slice of H, so that the sum over the ranks has it once.
+
+    Args:
+        config: see MoEConfig.
+        groups: process groups; None on one process.
+
+    Attributes:
+        linear_fc1.weight: [L, G, F, H] (G = 2, gate then up, for gated units, else 1). linear_fc1.bias: [L, G, F].
+        linear_fc2.weight: [L, H, F]. linear_fc2.bias: [L, H].
+        With several ranks these are DTensors of the global shapes [E, ...], sharded over (ep, etp).
+
+    Raises:
+        ValueError: num_moe_experts, moe_ffn_hidden_size or (with biases) the hidden size do not divide by the groups.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, config: MoEConfig, groups: ProcessGroups | None = None) -> None:
+        super().__init__()
+        self.config, self.groups = config, groups
+        self.activation = config.activation
+        ep = groups.ep if groups else dist.ProcessGroup(0, 1)
+        self.etp_group = groups.etp if groups else dist.ProcessGroup(0, 1)
+        etp_size, hidden, ffn = self.etp_group.size(), config.expert_hidden_size, config.moe_ffn_hidden_size
+        _check_divides("num_moe_experts", config.num_moe_experts, "expert-parallel", ep.size())
+        _check_divides("moe_ffn_hidden_size", ffn, "expert-tensor-parallel", etp_size)
+        if config.add_bias_linear:
+            _check_divides("hidden size of the experts", hidden, "expert-tensor-parallel", etp_size)
+        self.num_local_experts = config.num_moe_experts // ep.size()
+        self.first_expert = ep.rank() * self.num_local_experts
+        num_local, num_inputs = self.num_local_experts, self.activation.num_inputs
+        self.linear_fc1 = self._linear((num_local, num_inputs, ffn // etp_size, hidden), etp_dim=2)
+        self.linear_fc2 = self._linear((num_local, hidden, ffn // etp_size), etp_dim=2)
+        self.reset_parameters()
+
+    def _linear(self, shape: tuple[int, ...], etp_dim: int) -> ExpertLinear:
+        """Return an uninitialised linear whose local weight has this shape."""
+        dtype, sharded = self.config.params_dtype, self.groups is not None and self.groups.is_expert_sharded
+        weight, bias = torch.empty(shape, dtype=dtype), None
+        if self.config.add_bias_linear:
+            # fc1 [L, G, F]: F is sharded like the weight's. fc2 [L, H]: each rank adds its slice of H.
+            bias_shape = shape[:-1] if len(shape) == 4 else (shape[0], shape[1] // self.etp_group.size())
+            bias = torch.empty(bias_shape, dtype=dtype)
+        if sharded and self.groups is not None:
+            weight = shard_expert_parameter(weight, self.groups, etp_dim)
+            bias = None if bias is None else shard_expert_parameter(bias, self.groups, bias.ndim - 1)
+        return ExpertLinear(weight, bias)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights from its own generator, seeded by torch's default one; zero the biases."""
+        seed = int(torch.randint(1 << 40, ()))  # sync: one number on the host, at construction
+        for offset, linear in enumerate((self.linear_fc1, self.linear_fc2)):
+            weight, f_dim = local_tensor(linear.weight), 1  # one expert: [G, F, H] or [H, F]
+            whole = list(weight.shape[1:])
+            whole[f_dim] *= self.etp_group.size()
+            generator = torch.Generator(device=weight.device)
+            for index in range(self.num_local_experts):
+                generator.manual_seed(seed + 2 * (self.first_expert + index) + offset)
+                values = torch.empty(whole, dtype=torch.float32, device=weight.device)
+                values.normal_(std=self.config.init_method_std, generator=generator)
+                weight[index] = values.chunk(self.etp_group.size(), f_dim)[self.etp_group.rank()]
+            if linear.bias is not None:
+                local_tensor(linear.bias).zero_()
+
+    def forward(self, expert_input: ExpertInput) -> Tensor:
+        """Return for each row the sum over its slots.
+
+        Args:
+            expert_input: see ExpertInput; tokens [R, H] in the dtype of the weights.
+
+        Returns:
+            [R, H] in the dtype of tokens; under expert-tensor parallelism this rank's addend.
+
+        Raises:
+            ValueError: tokens of another dtype or width than the weights, or counts for another number of experts.
+
+        Saved for backward: tokens [R, H], the first GEMM's output [M, G, F], row_ids [M], probs [M]. No host sync.
+        """
+        tokens = expert_input.tokens
+        weight = local_tensor(self.linear_fc1.weight)
+        if tokens.dtype != weight.dtype or tokens.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"tokens ({list(tokens.shape)}, {tokens.dtype}) must have the width {weight.shape[-1]} and the dtype of"
+                f" the expert weights ({weight.dtype}); cast the module or its input."
+            )
+        if len(expert_input.tokens_per_expert_list) != self.num_local_experts:
+            raise ValueError(
+                f"tokens_per_expert_list ({len(expert_input.tokens_per_expert_list)} entries) must have one per local"
+                f" expert ({self.num_local_experts})."
+            )
+        slots = Slots(
+            expert_input.tokens_per_expert_list, expert_input.row_ids, has_padding=expert_input.num_padding_slots > 0
+        )
+        return expert_mlp(
+            tokens,
+            expert_input.probs,
+            slots,
+            self.activation,
+            weight,
+            local_tensor(self.linear_fc2.weight),
+            None if self.linear_fc1.bias is None else local_tensor(self.linear_fc1.bias),
+            self._whole_fc2_bias(),
+        )
+
+    def _whole_fc2_bias(self) -> Tensor | None:
+        """fc2's bias over all of H: [L, H / etp_size] -> [L, H], zero outside this rank's slice."""
+        if self.linear_fc2.bias is None:
+            return None
+        bias = local_tensor(self.linear_fc2.bias)
+        before = self.etp_group.rank() * bias.shape[1]
+        return F.pad(bias, (before, self.config.expert_hidden_size - before - bias.shape[1]))
+
+    def extra_repr(self) -> str:
+        """Show what is computed when the module is printed."""
+        return f"local_experts={self.num_local_experts}, activation={self.activation}"
+
+
+def _check_divides(name: str, value: int, group_name: str, size: int) -> None:
+    """Raise ValueError unless the size of a group divides the value."""
+    if value % size:
+        nearest = [n for n in (value // size * size, (value // size + 1) * size) if n]
+        raise ValueError(
+            f"{name} ({value}) must be divisible by the {group_name} size ({size}); the nearest such values are"
+            f" {nearest}."
+        )

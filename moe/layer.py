@@ -1,0 +1,126 @@
+"""MoELayer: the way of a token, one line a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dispatchers.alltoall import MoEAlltoAllTokenDispatcher
+from moe.config import MoEConfig
+from moe.expert_function import gemm_dtype
+from moe.experts import GroupedMLP
+from moe.parallel import ProcessGroups
+from moe.shared_experts import SharedExpertMLP
+from router.padding import RoutingMapPadding
+from router.router import TopKRouter
+
+
+class MoELayer(nn.Module):
+    """Router, routing-map padding, dispatcher, experts, dispatcher back, plus the shared expert.
+
+    Every stage is a module that may be replaced, hooked or printed.
+
+    Args:
+        config: see MoEConfig.
+        groups: what `ProcessGroups.build` returned; None on one process.
+        layer_number: shown by `describe`, from 1; None if the layer stands alone.
+
+    Attributes:
+        router, routing_map_padding, token_dispatcher, experts: the stages.
+        shared_experts: SharedExpertMLP, or None.
+        fc1_latent_proj, fc2_latent_proj: into and out of moe_latent_size; identities without it.
+
+    Raises:
+        ValueError: sizes that the groups do not divide.
+    """
+
+    def __init__(self, config: MoEConfig, groups: ProcessGroups | None = None, layer_number: int | None = None) -> None:
+        super().__init__()
+        self.config, self.groups, self.layer_number = config, groups, layer_number
+        self.router = TopKRouter(config, groups)
+        self.routing_map_padding = RoutingMapPadding(config.pad_multiple)
+        self.token_dispatcher = MoEAlltoAllTokenDispatcher(config, groups, pad_multiple=config.pad_multiple)
+        self.experts = GroupedMLP(config, groups)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared_experts = SharedExpertMLP(config, groups) if has_shared else None
+        self.fc1_latent_proj, self.fc2_latent_proj = _latent_projections(config)
+        self.run = _recomputed if config.moe_layer_recompute else _directly
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the layer's output, without the residual.
+
+        Args:
+            hidden_states: [S, B, H] in the dtype of the parameters. Under TP or CP: this rank's slice of the sequence.
+
+        Returns:
+            [S, B, H] in the dtype of hidden_states.
+
+        Collectives: those of the router and of the dispatcher. Host syncs: one, the dispatcher's.
+        """
+        probs, routing_map = self.router(hidden_states)  # [S, B, H] -> [T, E], [T, E]
+        routing_map = self.routing_map_padding(routing_map)  # [T, E] -> [T, E], a padded clone
+        return self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
+
+    def _expert_path(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        """Everything after the decision: hidden_states [S, B, H], probs [T, E], routing_map [T, E] -> [S, B, H]."""
+        latent = self.fc1_latent_proj(hidden_states)  # [S, B, H] -> [S, B, latent]
+        expert_input, plan = self.token_dispatcher.dispatch(latent, probs, routing_map)  # -> [R, H], M slots
+        expert_output = self.experts(expert_input)  # [R, H] -> [R, H]
+        latent = self.token_dispatcher.combine(expert_output, plan)  # [R, H] -> [S, B, latent]
+        output = self.fc2_latent_proj(latent)  # [S, B, latent] -> [S, B, H]
+        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+
+    def describe(self) -> str:
+        """Return what this layer is made of and which choices are in use, one line a stage."""
+        config, experts = self.config, self.experts
+        weight = experts.linear_fc1.weight
+        shared = config.moe_shared_expert_intermediate_size
+        number = "" if self.layer_number is None else f" {self.layer_number}"
+        multiply = gemm_dtype(weight.dtype, weight.device)
+        padding = config.pad_multiple
+        lines = [
+            f"MoELayer{number}: hidden {config.hidden_size}, {config.num_moe_experts} experts of width"
+            f" {config.moe_ffn_hidden_size}, top-{config.moe_router_topk}",
+            f"  router      {self.router.extra_repr()}, aux loss {config.moe_aux_loss_coeff},"
+            f" z-loss {config.moe_z_loss_coeff}",
+            f"  padding     {'off' if padding == 1 else f'to {padding} ({config.fp8_recipe})'}",
+            f"  dispatcher  {config.moe_token_dispatcher_type}, {self.token_dispatcher.extra_repr()}",
+            f"  experts     {experts.extra_repr()}, parameters {weight.dtype}, GEMMs {multiply} by torch.mm",
+            f"  latent      {config.moe_latent_size or 'off'}",
+            f"  shared      {'none' if shared is None else f'width {shared}, gate {config.moe_shared_expert_gate}'}",
+            f"  recompute   {'dispatch, experts, combine' if config.moe_layer_recompute else 'off'}",
+        ]
+        return "\n".join(lines)
+
+
+class LatentProjection(nn.Linear):
+    """A linear without bias between hidden_size and moe_latent_size."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the projected tokens, computed in `gemm_dtype`: [..., in] -> [..., out]."""
+        dtype = gemm_dtype(hidden_states.dtype, hidden_states.device)
+        return (hidden_states.to(dtype) @ self.weight.to(dtype).t()).to(hidden_states.dtype)
+
+
+def _latent_projections(config: MoEConfig) -> tuple[nn.Module, nn.Module]:
+    """Return the projections into and out of the latent width, or two identities."""
+    if config.moe_latent_size is None:
+        return nn.Identity(), nn.Identity()
+    latent, hidden = config.moe_latent_size, config.hidden_size
+    into = LatentProjection(hidden, latent, bias=False, dtype=config.params_dtype)
+    out_of = LatentProjection(latent, hidden, bias=False, dtype=config.params_dtype)
+    for projection in (into, out_of):
+        nn.init.normal_(projection.weight, std=config.init_method_std)
+    return into, out_of
+
+
+def _directly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Run the function and keep what its backward needs."""
+    return function(*args)
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Run the function, keep its arguments alone, and run it again in backward."""
+    return checkpoint(function, *args, use_reentrant=False)

@@ -1,0 +1,50 @@
+"""Router logits: one matrix product in fp32 or fp64, whatever the dtype of tokens and weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _RouterGatingLinear(torch.autograd.Function):
+    """Casts, multiplies, and saves the tokens and weights as they came, not their casts."""
+
+    @staticmethod
+    def forward(ctx, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(inp, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        logits = inp.to(router_dtype) @ weight.to(router_dtype).t()  # [T, H] -> [T, E]
+        return logits if bias is None else logits.add_(bias.to(router_dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        inp, weight = ctx.saved_tensors
+        needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_inp = (grad @ weight.to(grad.dtype)).to(inp.dtype) if needs_inp else None  # [T, E] -> [T, H]
+        grad_weight = (grad.t() @ inp.to(grad.dtype)).to(weight.dtype) if needs_weight else None  # -> [E, H]
+        grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None  # -> [E]
+        return grad_inp, grad_weight, grad_bias, None
+
+
+def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """Return the router logits inp @ weight^T + bias, computed in router_dtype.
+
+    Args:
+        inp: [..., H], any float dtype.
+        weight: [E, H], any float dtype.
+        bias: [E] or None.
+        router_dtype: torch.float32 or torch.float64.
+
+    Returns:
+        [..., E] in router_dtype. Gradients return in the dtype of what they belong to; the products of backward are
+        computed in router_dtype too. Saved for backward: inp and weight themselves.
+
+    Raises:
+        ValueError: router_dtype is neither float32 nor float64.
+    """
+    if router_dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"router_dtype ({router_dtype}) must be torch.float32 or torch.float64.")
+    logits = _RouterGatingLinear.apply(inp.reshape(-1, inp.shape[-1]), weight, bias, router_dtype)
+    return logits.view(*inp.shape[:-1], weight.shape[0])

@@ -1,0 +1,74 @@
+"""Padding of the routing map, so that every expert's token count is a multiple that quantized GEMMs need."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
+    """Return a padded copy of the routing map: each non-empty expert's count becomes a multiple of pad_multiple.
+
+    The added slots are the first free tokens of the expert. Their prob is 0, so outputs and gradients do not change.
+    Experts without tokens stay empty. The input is not written: its values, version and storage stay.
+
+    Example: the column [1, 0, 0, 1] with pad_multiple 3 becomes [1, 1, 0, 1].
+
+    Args:
+        routing_map: [T, E] bool, True where routed. May be a view of any strides.
+        pad_multiple: rows per expert that the quantization recipe asks for, at least 1.
+
+    Returns:
+        [T, E] bool, new contiguous storage.
+
+    Raises:
+        ValueError: pad_multiple < 1; or T is no multiple of pad_multiple and some expert has too few free tokens.
+
+    Host syncs: none if T is a multiple of pad_multiple (the multiple is then always in reach), else one.
+
+    Source: Megatron-Core's pad_routing_map. Differs: that one writes into its argument.
+    """
+    if pad_multiple < 1:
+        raise ValueError(f"pad_multiple ({pad_multiple}) must be at least 1.")
+    num_tokens = routing_map.shape[0]
+    counts = routing_map.sum(0)  # [T, E] -> [E]
+    num_missing = -counts % pad_multiple
+    free = ~routing_map
+    if num_tokens % pad_multiple:
+        short = num_missing > num_tokens - counts
+        if short.any():  # sync: an error must name the expert
+            expert = int(short.nonzero()[0])
+            count, missing = int(counts[expert]), int(num_missing[expert])
+            raise ValueError(
+                f"pad_multiple ({pad_multiple}): expert {expert} has {count} of {num_tokens} tokens and needs {missing}"
+                f" more, but only {num_tokens - count} are free; use a token count divisible by {pad_multiple}, or the"
+                f" dispatcher's slot padding (pad_multiple={pad_multiple} there)."
+            )
+    added = free & (free.cumsum(0) <= num_missing)  # [T, E]: the first num_missing free tokens of each column
+    return routing_map.logical_or(added).contiguous()
+
+
+class RoutingMapPadding(nn.Module):
+    """The padding stage of the layer: `pad_routing_map` where it cannot fail, else the map as it is.
+
+    Counts that this stage leaves unaligned (the local token count T is no multiple) are aligned by the dispatcher's
+    slot padding, which always works. So no shape raises and nothing is synchronised with the host.
+
+    Args:
+        pad_multiple: rows per expert that the quantization recipe asks for; 1 turns the stage off.
+    """
+
+    def __init__(self, pad_multiple: int) -> None:
+        super().__init__()
+        if pad_multiple < 1:
+            raise ValueError(f"pad_multiple ({pad_multiple}) must be at least 1.")
+        self.pad_multiple = pad_multiple
+
+    def forward(self, routing_map: Tensor) -> Tensor:
+        """Return the map for dispatch: [T, E] bool -> [T, E] bool; the argument is never written."""
+        if self.pad_multiple == 1 or routing_map.shape[0] % self.pad_multiple:
+            return routing_map
+        return pad_routing_map(routing_map, self.pad_multiple)
+
+    def extra_repr(self) -> str:
+        """Show the multiple when the module is printed."""
+        return f"pad_multiple={self.pad_multiple}"
