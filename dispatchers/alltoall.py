@@ -76,13 +76,12 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher[AlltoAllPlan]):
         row_ids = token_ids
         if self.tp_ep_group.size() > 1:
             rows = gather_rows(rows, token_ids)  # [T, H] -> [rows sent, H], e0 e1 .. by expert: rank-major for sending
-            ep = {"group": self.ep_group, "check": self.check_collectives}
-            etp = {"group": self.etp_group, "check": self.check_collectives}
-            rows = all_to_all_rows(rows, output_splits, input_splits, **ep)  # -> [rows received, H]
-            probs = all_to_all_rows(probs, output_splits, input_splits, **ep)
+            ep, etp, check = self.ep_group, self.etp_group, self.check_collectives
+            rows = all_to_all_rows(rows, output_splits, input_splits, group=ep, check=check)  # -> [rows received, H]
+            probs = all_to_all_rows(probs, output_splits, input_splits, group=ep, check=check)
             if etp_size > 1:
-                rows = all_gather_rows(rows, etp_sizes, **etp)  # -> [R, H]
-                probs = all_gather_rows(probs, etp_sizes, **etp)
+                rows = all_gather_rows(rows, etp_sizes, group=etp, check=check)  # -> [R, H]
+                probs = all_gather_rows(probs, etp_sizes, group=etp, check=check)
             arrived = here.transpose(0, 1).reshape(etp_size * ep_size, num_local)  # chunks in the order of arrival
             row_ids = chunk_row_ids(arrived, sum(etp_sizes))
             probs = probs.gather(0, row_ids)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dispatchers.collectives import group_of_one
 from dispatchers.config import DispatcherConfig
 
 
@@ -125,7 +126,7 @@ class TokenDispatcher(nn.Module, ABC, Generic[Plan]):
         super().__init__()
         if pad_multiple < 1:
             raise ValueError(f"pad_multiple ({pad_multiple}) must be at least 1.")
-        alone = dist.ProcessGroup(0, 1)
+        alone = group_of_one()
         self.ep_group = groups.ep if groups else alone
         self.etp_group = groups.etp if groups else alone
         self.tp_ep_group = groups.tp_ep if groups else alone

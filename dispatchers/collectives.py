@@ -8,6 +8,7 @@ Each runs on every rank in forward and in backward, with zero rows too. A group 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -16,6 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_SIGNATURE_DIMS = 6
+Splits = Sequence[int]  # rows per rank of the group
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """Return the group of a process that is alone: size 1, rank 0, no backend. Nothing communicates over it."""
+    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks this constructor
 
 
 def all_to_all_rows(
@@ -109,41 +116,43 @@ def all_gather_counts(counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, output_splits, input_splits, group, check) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any, check: bool) -> Tensor:
         ctx.args = input_splits, output_splits, group, check
         return _exchange("all_to_all_rows", rows, output_splits, input_splits, group, check)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _exchange("all_to_all_rows backward", grad, *ctx.args), None, None, None, None
 
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, sizes, group, check) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: Splits, group: Any, check: bool) -> Tensor:
         ctx.args = sizes, group, check
         return _gather("all_gather_rows", rows, sizes, group, check)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _scatter_sum("all_gather_rows backward", grad, *ctx.args), None, None, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, sizes, group, check) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: Splits, group: Any, check: bool) -> Tensor:
         ctx.args = sizes, group, check
         return _scatter_sum("reduce_scatter_rows", rows, sizes, group, check)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _gather("reduce_scatter_rows backward", grad, *ctx.args), None, None, None
 
 
-def _exchange(name: str, rows: Tensor, output_splits, input_splits, group: dist.ProcessGroup, check: bool) -> Tensor:
+def _exchange(
+    name: str, rows: Tensor, output_splits: Splits, input_splits: Splits, group: dist.ProcessGroup, check: bool
+) -> Tensor:
     """rows [sum(input_splits), ...] -> [sum(output_splits), ...]."""
     if group.size() == 1:
         return rows.view_as(rows)
@@ -154,13 +163,13 @@ def _exchange(name: str, rows: Tensor, output_splits, input_splits, group: dist.
     return received
 
 
-def _gather(name: str, rows: Tensor, sizes, group: dist.ProcessGroup, check: bool) -> Tensor:
+def _gather(name: str, rows: Tensor, sizes: Splits, group: dist.ProcessGroup, check: bool) -> Tensor:
     """rows [sizes[rank], ...] -> [sum(sizes), ...]."""
     copies = rows.repeat(group.size(), *[1] * (rows.ndim - 1))  # the same rows for every rank
     return _exchange(name, copies, sizes, [rows.shape[0]] * group.size(), group, check)
 
 
-def _scatter_sum(name: str, rows: Tensor, sizes, group: dist.ProcessGroup, check: bool) -> Tensor:
+def _scatter_sum(name: str, rows: Tensor, sizes: Splits, group: dist.ProcessGroup, check: bool) -> Tensor:
     """rows [sum(sizes), ...] -> [sizes[rank], ...]."""
     own = sizes[group.rank()]
     addends = _exchange(name, rows, [own] * group.size(), sizes, group, check).view(group.size(), own, *rows.shape[1:])
@@ -178,7 +187,9 @@ def _check_sizes(name: str, rows: Tensor, sizes: Sequence[int], group: dist.Proc
         )
 
 
-def _check_splits(name: str, rows: Tensor, input_splits, output_splits, group: dist.ProcessGroup) -> None:
+def _check_splits(
+    name: str, rows: Tensor, input_splits: Splits, output_splits: Splits, group: dist.ProcessGroup
+) -> None:
     """rows: [sum(input_splits), ...]."""
     rank, size = group.rank(), group.size()
     for what, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
@@ -197,7 +208,9 @@ def _check_splits(name: str, rows: Tensor, input_splits, output_splits, group: d
         )
 
 
-def _compare_over_group(name: str, rows: Tensor, output_splits, input_splits, group: dist.ProcessGroup) -> None:
+def _compare_over_group(
+    name: str, rows: Tensor, output_splits: Splits, input_splits: Splits, group: dist.ProcessGroup
+) -> None:
     """Raise ValueError on every rank if operation, dtype, trailing shape or splits do not fit together.
 
     rows: [sum(input_splits), ...].

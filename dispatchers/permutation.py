@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,26 +187,26 @@ def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, source: Tensor, row_ids: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, row_ids: Tensor) -> Tensor:
         ctx.save_for_backward(row_ids)
         ctx.num_rows = source.shape[0]
         return source.index_select(0, row_ids)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_ids,) = ctx.saved_tensors
         return _sum_rows(grad, row_ids, ctx.num_rows), None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_ids)
         return _sum_rows(rows, row_ids, num_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_ids,) = ctx.saved_tensors
         return grad.index_select(0, row_ids), None, None

@@ -69,7 +69,9 @@ class Activation:
             up = up + self.offset
         return self._phi(gate).mul_(up)
 
-    def forward_backward(self, fc1_output: Tensor, grad: Tensor, weights: Tensor | None, grad_input: Tensor):
+    def forward_backward(
+        self, fc1_output: Tensor, grad: Tensor, weights: Tensor | None, grad_input: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Recompute the activation and differentiate weights * activation in one go.
 
         Args:
@@ -82,7 +84,7 @@ class Activation:
             The weighted activation [M, F]; the gradient with respect to weights [M], or None without weights.
         """
         gate, up = fc1_output[:, 0], fc1_output[:, 1] if self.gated else None
-        clamp, unclamped_gate, unclamped_up = self.clamp, gate, up
+        clamp, unclamped_gate = self.clamp, gate
         if clamp is not None and up is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         if self.offset and up is not None:
@@ -101,7 +103,7 @@ class Activation:
         self._phi_backward(grad, gate, out=grad_input[:, 0])
         if clamp is not None:
             grad_input[:, 0].masked_fill_(unclamped_gate > clamp, 0)
-            grad_input[:, 1].masked_fill_(unclamped_up.abs() > clamp, 0)
+            grad_input[:, 1].masked_fill_(fc1_output[:, 1].abs() > clamp, 0)
         return activation, grad_weights
 
     def _phi(self, x: Tensor) -> Tensor:

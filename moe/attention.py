@@ -76,9 +76,9 @@ class SelfAttention(nn.Module):
         self.num_groups = config.num_query_groups or config.num_attention_heads
         self.rotary_base = config.rotary_base
         width, kv_width = self.num_heads * self.head_size, self.num_groups * self.head_size
-        options = {"bias": config.add_bias_linear, "dtype": config.params_dtype}
-        self.linear_qkv = nn.Linear(config.hidden_size, width + 2 * kv_width, **options)
-        self.linear_proj = nn.Linear(width, config.hidden_size, **options)
+        bias, dtype = config.add_bias_linear, config.params_dtype
+        self.linear_qkv = nn.Linear(config.hidden_size, width + 2 * kv_width, bias=bias, dtype=dtype)
+        self.linear_proj = nn.Linear(width, config.hidden_size, bias=bias, dtype=dtype)
         self.splits = (width, kv_width, kv_width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,17 @@ def expert_mlp(
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, slots: Slots, activation: Activation):
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        probs: Tensor | None,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_bias: Tensor | None,
+        slots: Slots,
+        activation: Activation,
+    ) -> Tensor:
         loop = _ExpertLoop(tokens, slots)
         fc1_output = tokens.new_empty(sum(slots.counts), *fc1_weight.shape[1:3])  # [M, G, F]
         out = loop.new_sums(tokens)  # [R, H]
@@ -108,7 +119,7 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tokens, row_ids, probs, fc1_output, fc1_weight, fc2_weight, fc2_bias = ctx.saved_tensors
         loop = _ExpertLoop(tokens, replace(ctx.slots, row_ids=row_ids))
         grad_tokens = loop.new_sums(tokens)  # [R, H]
@@ -145,9 +156,12 @@ class _ExpertLoop:
 
     def __init__(self, tokens: Tensor, slots: Slots) -> None:
         """tokens: [R, H]."""
-        self.counts, self.row_ids = slots.counts, slots.row_ids
-        self.padding = slots.row_ids < 0 if slots.has_padding else None  # [M] bool, True at padding slots
-        self.read_ids = slots.row_ids.clamp(min=0) if slots.has_padding else slots.row_ids  # [M]
+        self.counts = slots.counts
+        self.padding: Tensor | None = None  # [M] bool, True at padding slots
+        self.read_ids = slots.row_ids  # [M], the row to read, 0 for padding
+        if slots.has_padding and slots.row_ids is not None:
+            self.padding = slots.row_ids < 0
+            self.read_ids = slots.row_ids.clamp(min=0)
         self.gemm_dtype = gemm_dtype(tokens.dtype, tokens.device)
         self.sum_dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
         self.device = tokens.device

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dispatchers.base import ExpertInput
+from dispatchers.collectives import group_of_one
 from moe.config import MoEConfig
 from moe.expert_function import Slots, expert_mlp
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
@@ -20,6 +20,8 @@ class ExpertLinear(nn.Module):
         weight: parameter [L, ...]; a DTensor [E, ...] if experts are spread over ranks.
         bias: parameter [L, ...] likewise, or None.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -58,8 +60,8 @@ class GroupedMLP(nn.Module):
         super().__init__()
         self.config, self.groups = config, groups
         self.activation = config.activation
-        ep = groups.ep if groups else dist.ProcessGroup(0, 1)
-        self.etp_group = groups.etp if groups else dist.ProcessGroup(0, 1)
+        ep = groups.ep if groups else group_of_one()
+        self.etp_group = groups.etp if groups else group_of_one()
         etp_size, hidden, ffn = self.etp_group.size(), config.expert_hidden_size, config.moe_ffn_hidden_size
         _check_divides("num_moe_experts", config.num_moe_experts, "expert-parallel", ep.size())
         _check_divides("moe_ffn_hidden_size", ffn, "expert-tensor-parallel", etp_size)
@@ -75,7 +77,8 @@ class GroupedMLP(nn.Module):
     def _linear(self, shape: tuple[int, ...], etp_dim: int) -> ExpertLinear:
         """Return an uninitialised linear whose local weight has this shape."""
         dtype, sharded = self.config.params_dtype, self.groups is not None and self.groups.is_expert_sharded
-        weight, bias = torch.empty(shape, dtype=dtype), None
+        weight = torch.empty(shape, dtype=dtype)
+        bias: Tensor | None = None
         if self.config.add_bias_linear:
             # fc1 [L, G, F]: F is sharded like the weight's. fc2 [L, H]: each rank adds its slice of H.
             bias_shape = shape[:-1] if len(shape) == 4 else (shape[0], shape[1] // self.etp_group.size())

@@ -39,16 +39,16 @@ class MoEGPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw embedding and attention from a normal distribution; projections back into the residual get a smaller one.
+        """Draw embedding and attention from a normal distribution, narrower for projections back into the residual.
 
-        Source: GPT-2's 1 / sqrt(2 * layers) for residual projections, as in Megatron-Core's scaled_init_method_normal.
+        Source: GPT-2's factor 1 / sqrt(2 * layers), as in Megatron-Core's scaled_init_method_normal.
         """
         std = self.config.init_method_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=residual_std if name.endswith("linear_proj") else std)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:

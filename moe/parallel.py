@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dispatchers.collectives import group_of_one
+
 BUCKET_ELEMENTS = 1 << 24
 
 
@@ -71,7 +73,7 @@ class ProcessGroups:
         _check_sizes(world_size, {"tensor_model_parallel_size": tp, "context_parallel_size": cp})
         _check_sizes(world_size, {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp})
         if not dist.is_initialized():
-            alone = dist.ProcessGroup(0, 1)
+            alone = group_of_one()
             names = ("tp", "cp", "dp", "etp", "ep", "edp", "tp_cp", "dp_cp", "tp_dp_cp", "tp_ep")
             return cls(**dict.fromkeys(names, alone))
         from torch.distributed.device_mesh import init_device_mesh

@@ -18,6 +18,8 @@ class Linear(nn.Module):
         bias: parameter of the weight's shape without its last dimension, or None.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, shape: tuple[int, ...], config: MoEConfig) -> None:
         super().__init__()
         self.std = config.init_method_std
@@ -95,6 +97,8 @@ class SharedExpertMLP(MLP):
 
     Source: DeepSeekMoE, arXiv:2401.06066, section 3.2; the gate is Qwen2-MoE's (arXiv:2407.10671, section 2.2.2).
     """
+
+    gate_weight: nn.Parameter | None
 
     def __init__(self, config: MoEConfig, groups: ProcessGroups | None = None) -> None:
         if config.moe_shared_expert_intermediate_size is None:

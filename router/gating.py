@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -11,7 +13,7 @@ class _RouterGatingLinear(torch.autograd.Function):
     """Casts, multiplies, and saves the tokens and weights as they came, not their casts."""
 
     @staticmethod
-    def forward(ctx, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(inp, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         logits = inp.to(router_dtype) @ weight.to(router_dtype).t()  # [T, H] -> [T, E]
@@ -19,7 +21,7 @@ class _RouterGatingLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inp, weight = ctx.saved_tensors
         needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_inp = (grad @ weight.to(grad.dtype)).to(inp.dtype) if needs_inp else None  # [T, E] -> [T, H]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -81,12 +83,12 @@ class _AttachLoss(torch.autograd.Function):
     """Identity on a tensor; in backward the loss gets the gradient `scale`."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.loss_dtype, ctx.device = scale, loss.dtype, loss.device
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=ctx.device), None
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from router.collectives import all_reduce_counts
+from router.collectives import all_reduce_counts, group_of_one
 from router.config import ROUTER_DTYPES, RouterConfig
 from router.gating import router_gating_linear
 from router.losses import (
@@ -51,6 +51,7 @@ class TopKRouter(nn.Module):
             loss to log; the gradient takes its own way.
     """
 
+    bias: nn.Parameter | None
     tokens_per_expert: Tensor
     aux_loss: Tensor
     z_loss: Tensor
@@ -59,7 +60,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.router_dtype = ROUTER_DTYPES[config.moe_router_dtype]
-        self.tp_cp_group = groups.tp_cp if groups else dist.ProcessGroup(0, 1)
+        self.tp_cp_group = groups.tp_cp if groups else group_of_one()
         self.cp_size = groups.cp.size() if groups else 1
         num_experts = config.num_moe_experts
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
@@ -131,7 +132,7 @@ class TopKRouter(nn.Module):
             z_loss = z_loss_func(logits, 1.0, total_num_tokens)
             self.z_loss.copy_(z_loss.detach() * tp_cp_size)
             loss = loss + config.moe_z_loss_coeff * z_loss
-        # Gradients are summed over TP and averaged over CP: the shares add up to the loss if CP's factor is undone here.
+        # Gradients are summed over TP and averaged over CP; with CP's factor undone the shares add up to the loss.
         return attach_loss(logits, loss, scale=float(self.cp_size))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -99,7 +101,9 @@ class _FusedTopK(torch.autograd.Function):
     """Score + top-k + scatter in one node. Saves the routing map, and what the gradient needs beside it."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, topk: int, use_pre_softmax: bool, score_function: str):
+    def forward(
+        ctx: Any, logits: Tensor, topk: int, use_pre_softmax: bool, score_function: str
+    ) -> tuple[Tensor, Tensor]:
         expert_ids = choose_experts(logits, topk)
         if use_pre_softmax:
             kept = logits.softmax(-1)  # [T, E]
@@ -115,7 +119,7 @@ class _FusedTopK(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_probs: Tensor, _: Tensor):
+    def backward(ctx: Any, grad_probs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         routing_map, kept = ctx.saved_tensors
         num_tokens = routing_map.shape[0]
         expert_ids = torch.nonzero_static(routing_map, size=num_tokens * ctx.topk)[:, 1].view(num_tokens, ctx.topk)
