@@ -109,9 +109,9 @@ def all_gather_counts(counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return counts.unsqueeze(0)
-    gathered = counts.new_empty(group.size() * counts.shape[0])
-    dist.all_gather_into_tensor(gathered, counts.contiguous(), group=group)
-    return gathered.view(group.size(), -1)  # [n, E]
+    gathered = counts.new_empty(group.size(), counts.shape[0])  # [n, E]
+    dist.all_gather(list(gathered.unbind(0)), counts.contiguous(), group=group)
+    return gathered
 
 
 class _AllToAllRows(torch.autograd.Function):

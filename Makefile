@@ -1,0 +1,66 @@
+# Every target sets up what it needs. The first one to run creates $(VENV); later ones install nothing.
+PYTHON ?= python3
+VENV ?= .venv
+# More options for every `pip install`, for example an index that offers a CPU build of PyTorch.
+PIP_FLAGS ?=
+# Ranks of `make train`, and the flags of examples/pretrain_gpt.py.
+NPROC ?= 2
+TRAIN_FLAGS ?= --expert-model-parallel-size 2 --device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 \
+	--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-router-fusion --seq-length 256 \
+	--micro-batch-size 4 --train-iters 240 --lr 4e-3 --lr-warmup-iters 20 --save-interval 120 --sample-bytes 240 \
+	--save runs/train/checkpoints --output-dir runs/train
+# More options for pytest, for example PYTEST_FLAGS="-x -k router".
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+.PHONY: help install train test lint format test-slow gpu wheel benchmark-smoke clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create the virtual environment and install the project with its tools.
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[plots,test,dev]'
+	touch $@
+
+train: $(STAMP) ## Train a small MoE language model on two CPU ranks and show what it did.
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/pretrain_gpt.py $(TRAIN_FLAGS)
+
+test: lint ## Check format, lint and types, then run every test that needs no GPU.
+	$(PYTEST)
+
+lint: $(STAMP) ## Check format, lint and types.
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP) ## Format the code and mend what ruff can mend.
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+test-slow: $(STAMP) ## Run the tests marked slow.
+	$(PYTEST) -m "slow and not gpu"
+
+gpu: $(STAMP) ## Run the tests that need a CUDA device.
+	$(PYTEST) -m gpu tests/gpu
+
+wheel: $(STAMP) ## Build a wheel and use it in a fresh environment with torch and einops alone.
+	rm -rf build dist .venv-wheel
+	$(BIN)/python -m build --wheel --outdir dist
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt dist/*.whl
+	.venv-wheel/bin/python -I tests/wheel_check.py .
+	rm -rf build .venv-wheel
+
+benchmark-smoke: $(STAMP) ## Run the layer benchmark at a tiny size.
+	$(BIN)/python benchmarks/layer.py --tiny
+
+clean: ## Remove what builds and checks left; environments and runs stay.
+	rm -rf build dist .venv-wheel *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find moe router dispatchers tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
