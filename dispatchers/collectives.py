@@ -7,6 +7,7 @@ Each runs on every rank in forward and in backward, with zero rows too. A group 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dispatchers.permutation import sum_dtype
 
 MAX_SIGNATURE_DIMS = 6
 Splits = Sequence[int]  # rows per rank of the group
@@ -71,7 +74,8 @@ def all_gather_rows(rows: Tensor, sizes: Sequence[int], *, group: dist.ProcessGr
 
     Collectives: one all_to_all over group in forward (each rank sends its rows to every rank), one in backward.
     """
-    _check_sizes("all_gather_rows", rows, sizes, group, num_rows=sizes[group.rank()])
+    _check_sizes("all_gather_rows", sizes, group)
+    _check_num_rows("all_gather_rows", rows, sizes, group, num_rows=sizes[group.rank()])
     return _AllGatherRows.apply(rows, tuple(sizes), group, check)
 
 
@@ -92,7 +96,8 @@ def reduce_scatter_rows(rows: Tensor, sizes: Sequence[int], *, group: dist.Proce
 
     Collectives: one all_to_all over group in forward, one in backward.
     """
-    _check_sizes("reduce_scatter_rows", rows, sizes, group, num_rows=sum(sizes))
+    _check_sizes("reduce_scatter_rows", sizes, group)
+    _check_num_rows("reduce_scatter_rows", rows, sizes, group, num_rows=sum(sizes))
     return _ReduceScatterRows.apply(rows, tuple(sizes), group, check)
 
 
@@ -173,14 +178,17 @@ def _scatter_sum(name: str, rows: Tensor, sizes: Splits, group: dist.ProcessGrou
     """rows [sum(sizes), ...] -> [sizes[rank], ...]."""
     own = sizes[group.rank()]
     addends = _exchange(name, rows, [own] * group.size(), sizes, group, check).view(group.size(), own, *rows.shape[1:])
-    accumulate = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return addends.sum(0, dtype=accumulate).to(rows.dtype)  # [n, sizes[rank], ...] -> [sizes[rank], ...]
+    return addends.sum(0, dtype=sum_dtype(rows.dtype)).to(rows.dtype)  # [n, sizes[rank], ...] -> [sizes[rank], ...]
 
 
-def _check_sizes(name: str, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, num_rows: int) -> None:
-    """rows: [num_rows, ...]."""
+def _check_sizes(name: str, sizes: Splits, group: dist.ProcessGroup) -> None:
+    """Raise ValueError unless sizes holds a row count for each rank."""
     if len(sizes) != group.size() or min(sizes) < 0:
         raise ValueError(f"{name}: sizes ({list(sizes)}) must be {group.size()} numbers >= 0, one per rank.")
+
+
+def _check_num_rows(name: str, rows: Tensor, sizes: Splits, group: dist.ProcessGroup, num_rows: int) -> None:
+    """rows: [num_rows, ...]."""
     if rows.shape[0] != num_rows:
         raise ValueError(
             f"{name}: rows ({rows.shape[0]}) must be {num_rows} on rank {group.rank()} for sizes {list(sizes)}."
@@ -222,11 +230,13 @@ def _compare_over_group(
     own = torch.tensor([*header, *input_splits, *output_splits], dtype=torch.int64, device=rows.device)
     table = all_gather_counts(own, group=group).tolist()  # sync: debug check of every rank's call
     size = group.size()
-    for rank, line in enumerate(table):
-        if line[:MAX_SIGNATURE_DIMS] != table[0][:MAX_SIGNATURE_DIMS]:
+    signatures = [tuple(line[:MAX_SIGNATURE_DIMS]) for line in table]
+    common = Counter(signatures).most_common(1)[0][0]  # of equal counts the first: that of the lowest rank
+    for rank, signature in enumerate(signatures):
+        if signature != common:
             raise ValueError(
-                f"{name}: rank {rank} of the group differs from rank 0 in operation, dtype or row shape; here (rank"
-                f" {group.rank()}): {name}, {rows.dtype}, row shape {list(rows.shape[1:])}."
+                f"{name}: rank {rank} of the group differs from rank {signatures.index(common)} in operation, dtype or"
+                f" row shape; here (rank {group.rank()}): {name}, {rows.dtype}, row shape {list(rows.shape[1:])}."
             )
     for source in range(size):
         for target in range(size):

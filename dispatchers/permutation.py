@@ -121,7 +121,7 @@ def routed_slots(routing_map: Tensor, num_slots: int | None = None) -> tuple[Ten
 
 def slot_probs(probs: Tensor, token_ids: Tensor, expert_ids: Tensor) -> Tensor:
     """Return probs [T, E] at the slots token_ids [M], expert_ids [M] -> [M]."""
-    return probs.reshape(-1).gather(0, token_ids * probs.shape[1] + expert_ids)
+    return probs.reshape(-1).index_select(0, token_ids * probs.shape[1] + expert_ids)  # unlike gather, keeps no probs
 
 
 def chunk_row_ids(counts: Tensor, num_rows: int) -> Tensor:
@@ -165,7 +165,12 @@ def pad_slots(
     shift = (num_added.cumsum(0) - num_added).repeat_interleave(tokens_per_expert, output_size=row_ids.shape[0])
     places = torch.arange(row_ids.shape[0], device=row_ids.device) + shift  # [M], where each slot moves to
     padded_row_ids = row_ids.new_full((num_padded,), -1).index_copy_(0, places, row_ids)
-    return padded_row_ids, probs.new_zeros(num_padded).index_copy(0, places, probs)
+    return padded_row_ids, probs.new_zeros(num_padded).scatter(0, places, probs)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add up rows of dtype: fp32 for narrower floats, else dtype itself."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def gather_rows(source: Tensor, row_ids: Tensor) -> Tensor:
@@ -180,9 +185,8 @@ def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 
 def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     """[M, H], [M] -> [num_rows, H]."""
-    accumulate = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    out = torch.zeros(num_rows, *rows.shape[1:], dtype=accumulate, device=rows.device)
-    return out.index_add_(0, row_ids, rows.to(accumulate)).to(rows.dtype)
+    out = torch.zeros(num_rows, *rows.shape[1:], dtype=sum_dtype(rows.dtype), device=rows.device)
+    return out.index_add_(0, row_ids, rows.to(out.dtype)).to(rows.dtype)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -145,8 +145,11 @@ class TransformerConfig(MoEConfig):
         freq = self.moe_layer_freq
         if isinstance(freq, int):
             check_positive(self, "moe_layer_freq")
-        elif len(freq) != self.num_layers or any(kind not in (0, 1) for kind in freq):
-            raise ValueError(f"moe_layer_freq ({freq}) must hold a 0 or 1 for each of num_layers ({self.num_layers}).")
+        elif not isinstance(freq, tuple) or len(freq) != self.num_layers or any(kind not in (0, 1) for kind in freq):
+            raise ValueError(
+                f"moe_layer_freq ({freq!r}) must be a positive int, or a tuple of a 0 or 1 for each of num_layers"
+                f" ({self.num_layers})."
+            )
 
     @property
     def head_size(self) -> int:

@@ -124,7 +124,9 @@ class _ExpertMLP(torch.autograd.Function):
         loop = _ExpertLoop(tokens, replace(ctx.slots, row_ids=row_ids))
         grad_tokens = loop.new_sums(tokens)  # [R, H]
         grad_probs = None if probs is None else torch.empty_like(probs)
-        grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
+        # Contiguous whatever the weights' strides: products are written through views of them.
+        grad_fc1 = torch.empty_like(fc1_weight, memory_format=torch.contiguous_format)  # [L, G, F, H]
+        grad_fc2 = torch.empty_like(fc2_weight, memory_format=torch.contiguous_format)  # [L, H, F]
         grad_fc1_bias = torch.empty_like(fc1_weight[..., 0]) if ctx.has_fc1_bias else None
         grad_fc2_bias = None if fc2_bias is None else torch.empty_like(fc2_bias)
         for expert, part in loop.parts():
@@ -189,6 +191,8 @@ class _ExpertLoop:
         if self.read_ids is None:
             return source[part].to(self.gemm_dtype)
         rows = self.buffer(name, part, source.shape[1])
+        if source.shape[0] == 0:
+            return rows.zero_()  # without rows every slot is padding
         if source.dtype == self.gemm_dtype:
             torch.index_select(source, 0, self.read_ids[part], out=rows)
         else:
@@ -199,6 +203,8 @@ class _ExpertLoop:
         """Add the result of each slot [m, H] to the row that it read; results of padding slots are dropped."""
         if self.read_ids is None:
             sums[part] += rows
+            return
+        if sums.shape[0] == 0:
             return
         if self.padding is not None:
             rows = rows.masked_fill(self.padding[part].unsqueeze(-1), 0)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dispatchers.base import ExpertInput
 from dispatchers.collectives import group_of_one
 from moe.config import MoEConfig
-from moe.expert_function import Slots, expert_mlp
+from moe.expert_function import Slots, expert_mlp, gemm_dtype
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
 
 
@@ -150,12 +150,19 @@ class GroupedMLP(nn.Module):
         if self.linear_fc2.bias is None:
             return None
         bias = local_tensor(self.linear_fc2.bias)
+        if self.etp_group.size() == 1:
+            return bias
         before = self.etp_group.rank() * bias.shape[1]
         return F.pad(bias, (before, self.config.expert_hidden_size - before - bias.shape[1]))
 
     def extra_repr(self) -> str:
         """Show what is computed when the module is printed."""
-        return f"local_experts={self.num_local_experts}, activation={self.activation}"
+        weight = self.linear_fc1.weight
+        multiply = gemm_dtype(weight.dtype, weight.device)
+        return (
+            f"local_experts={self.num_local_experts}, activation={self.activation}, parameters {weight.dtype},"
+            f" GEMMs {multiply} by torch.mm"
+        )
 
 
 def _check_divides(name: str, value: int, group_name: str, size: int) -> None:

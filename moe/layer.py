@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,13 +75,22 @@ class MoELayer(nn.Module):
         output = self.fc2_latent_proj(latent)  # [S, B, latent] -> [S, B, H]
         return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """Copy parameters, buffers and stages; process groups are shared, because they cannot be copied."""
+        if self.groups is not None:
+            memo[id(self.groups)] = self.groups
+        for module in self.modules():
+            memo.update({id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)})
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = deepcopy(self.__dict__, memo)
+        return twin
+
     def describe(self) -> str:
         """Return what this layer is made of and which choices are in use, one line a stage."""
-        config, experts = self.config, self.experts
-        weight = experts.linear_fc1.weight
+        config = self.config
         shared = config.moe_shared_expert_intermediate_size
         number = "" if self.layer_number is None else f" {self.layer_number}"
-        multiply = gemm_dtype(weight.dtype, weight.device)
         padding = config.pad_multiple
         lines = [
             f"MoELayer{number}: hidden {config.hidden_size}, {config.num_moe_experts} experts of width"
@@ -87,7 +99,7 @@ class MoELayer(nn.Module):
             f" z-loss {config.moe_z_loss_coeff}",
             f"  padding     {'off' if padding == 1 else f'to {padding} ({config.fp8_recipe})'}",
             f"  dispatcher  {config.moe_token_dispatcher_type}, {self.token_dispatcher.extra_repr()}",
-            f"  experts     {experts.extra_repr()}, parameters {weight.dtype}, GEMMs {multiply} by torch.mm",
+            f"  experts     {self.experts.extra_repr()}",
             f"  latent      {config.moe_latent_size or 'off'}",
             f"  shared      {'none' if shared is None else f'width {shared}, gate {config.moe_shared_expert_gate}'}",
             f"  recompute   {'dispatch, experts, combine' if config.moe_layer_recompute else 'off'}",

@@ -30,6 +30,8 @@ class MoEMetrics:
     def load_imbalance(self) -> Tensor:
         """[N] fp64: the fullest expert's load over the mean load; 1 is balanced, 0 says that no token was routed."""
         load = self.tokens_per_expert.double()
+        if not self.layer_names:
+            return load.new_zeros(0)
         return load.amax(1) / load.mean(1).clamp(min=torch.finfo(torch.float64).tiny)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -39,15 +40,19 @@ class RouterConfig:
         check_choice(self, "moe_router_score_function", ("softmax", "sigmoid"))
         check_choice(self, "moe_router_dtype", tuple(ROUTER_DTYPES))
         check_choice(self, "moe_router_load_balancing_type", ("aux_loss", "none"))
-        if not self.params_dtype.is_floating_point or self.params_dtype.itemsize < 2:
+        for name in ("add_bias_linear", "moe_router_pre_softmax", "moe_router_fusion"):
+            check_choice(self, name, (True, False))
+        dtype = self.params_dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"params_dtype ({self.params_dtype}) must be torch.float64, float32, bfloat16 or float16.")
         if self.moe_router_topk > self.num_moe_experts:
             raise ValueError(
                 f"moe_router_topk ({self.moe_router_topk}) must not exceed num_moe_experts ({self.num_moe_experts})."
             )
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be 0 (off) or positive.")
+            coeff = getattr(self, name)
+            if not isinstance(coeff, int | float) or not 0.0 <= coeff < math.inf:
+                raise ValueError(f"{name} ({coeff!r}) must be 0 (off) or a positive, finite number.")
         if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
             raise ValueError(
                 f"moe_aux_loss_coeff ({self.moe_aux_loss_coeff}) has no effect with moe_router_load_balancing_type"
@@ -69,12 +74,14 @@ class RouterConfig:
             )
 
 
-def check_positive(config: object, *names: str) -> None:
-    """Raise ValueError unless each named field is a positive number."""
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ValueError unless each named field is positive and finite, and a whole number if declared as int."""
+    declared = {field.name: str(field.type) for field in fields(config)}
     for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{name} ({value!r}) must be a positive number.")
+        value, is_whole = getattr(config, name), "int" in declared[name]
+        allowed = int if is_whole else int | float
+        if isinstance(value, bool) or not isinstance(value, allowed) or not 0 < value < math.inf:
+            raise ValueError(f"{name} ({value!r}) must be a positive {'whole' if is_whole else 'finite'} number.")
 
 
 def check_choice(config: object, name: str, allowed: tuple[object, ...]) -> None:

@@ -22,6 +22,9 @@ def compute_routing_scores_for_aux_loss(logits: Tensor, topk: int, score_functio
     Returns:
         routing_map [T, E] bool, first as in Megatron-Core; scores [T, E] in the dtype of logits, each row sums to 1.
 
+    Raises:
+        ValueError: logits are not [T, E], topk out of range, or an unknown score function.
+
     Source: Megatron-Core moe_utils, function of the same name.
     """
     if score_function not in ("softmax", "sigmoid"):

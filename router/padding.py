@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -21,7 +22,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
         [T, E] bool, new contiguous storage.
 
     Raises:
-        ValueError: pad_multiple < 1; or T is no multiple of pad_multiple and some expert has too few free tokens.
+        ValueError: routing_map is not bool; pad_multiple < 1; or T is no multiple of pad_multiple and some expert has
+            too few free tokens.
 
     Host syncs: none if T is a multiple of pad_multiple (the multiple is then always in reach), else one.
 
@@ -29,6 +31,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple ({pad_multiple}) must be at least 1.")
+    if routing_map.dtype != torch.bool:
+        raise ValueError(f"routing_map ({routing_map.dtype}) must be torch.bool, True where routed.")
     num_tokens = routing_map.shape[0]
     counts = routing_map.sum(0)  # [T, E] -> [E]
     num_missing = -counts % pad_multiple

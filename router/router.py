@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,10 +89,17 @@ class TopKRouter(nn.Module):
         Returns:
             probs [T, E] in moe_router_dtype, zero where not routed; routing_map [T, E] bool. Both are read-only.
 
+        Raises:
+            ValueError: the last dimension of hidden_states is not hidden_size.
+
         Collectives: with a balancing loss in training and more than one rank in tp_cp, one all_reduce of [E + 1] int64
             over tp_cp. No host sync.
         """
         config = self.config
+        if hidden_states.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"hidden_states ({tuple(hidden_states.shape)}) must end in hidden_size ({config.hidden_size})."
+            )
         hidden_states = hidden_states.reshape(-1, config.hidden_size)  # [S, B, H] -> [T, H]
         logits = router_gating_linear(hidden_states, self.weight, self.bias, self.router_dtype)  # [T, H] -> [T, E]
         probs, routing_map = topk_routing_with_score_function(
@@ -140,6 +148,13 @@ class TopKRouter(nn.Module):
         super()._apply(fn, recurse)
         self.aux_loss, self.z_loss = self.aux_loss.float(), self.z_loss.float()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TopKRouter:
+        """Copy parameters, buffers and hooks; the copy shares the process group."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.tp_cp_group)] = self.tp_cp_group
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Show what is decided and how when the module is printed."""

@@ -36,13 +36,13 @@ def topk_routing_with_score_function(
         Read-only from here on: the fused path needs the map again in backward.
 
     Raises:
-        ValueError: topk out of range, an unknown score function, or topk = 1 with softmax after the choice, whose
-            gradient is zero.
+        ValueError: logits are not [T, E], topk out of range, an unknown score function, or topk = 1 with softmax after
+            the choice, whose gradient is zero.
 
     Source: Megatron-Core moe_utils, function of the same name. Differs: the choice compares logits, not scores, so
         saturated scores do not tie; the sigmoid normalisation is exact for any scores (no 1e-20 under the fraction).
     """
-    _check(logits, topk, use_pre_softmax, score_function)
+    _check(topk, use_pre_softmax, score_function)
     if fused:
         return _FusedTopK.apply(logits, topk, use_pre_softmax, score_function)
     expert_ids = choose_experts(logits, topk)
@@ -53,10 +53,7 @@ def topk_routing_with_score_function(
     return _scatter(logits, expert_ids, weights)
 
 
-def _check(logits: Tensor, topk: int, use_pre_softmax: bool, score_function: str) -> None:
-    """logits: [T, E]."""
-    if not 1 <= topk <= logits.shape[-1]:
-        raise ValueError(f"topk ({topk}) must lie between 1 and the number of experts ({logits.shape[-1]}).")
+def _check(topk: int, use_pre_softmax: bool, score_function: str) -> None:
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"score_function ({score_function!r}) must be 'softmax' or 'sigmoid'.")
     if use_pre_softmax and score_function != "softmax":
@@ -67,6 +64,10 @@ def _check(logits: Tensor, topk: int, use_pre_softmax: bool, score_function: str
 
 def choose_experts(logits: Tensor, topk: int) -> Tensor:
     """[T, E] -> [T, K] int64 expert ids, ascending in each row: the order in which the routing map lists them."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits ({tuple(logits.shape)}) must have two dimensions, tokens and experts.")
+    if not 1 <= topk <= logits.shape[1]:
+        raise ValueError(f"topk ({topk}) must lie between 1 and the number of experts ({logits.shape[1]}).")
     return logits.detach().topk(topk, dim=-1).indices.sort(dim=-1).values
 
 

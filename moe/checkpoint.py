@@ -1,0 +1,244 @@
+"""Save and load training state: atomically, from any layout of ranks to any other, running nothing a file says.
+
+directory/
+  iter_0000050/        appears whole or not at all
+    __0_0.distcp ...   the tensors that each rank wrote, by torch.distributed.checkpoint
+    .metadata          its pickled index, for other tools; never unpickled here
+    index.json         the same index: dtype, shape and chunks of every tensor, a checksum for every chunk
+    meta.json          format version, step, the caller's `extra`, hyper-parameters of the optimizer
+  latest_checkpointed_iteration.txt
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe.checkpoint_folders import (
+    find_folder,
+    flush_folder,
+    folder_name,
+    latest_step,
+    prune,
+    publish,
+    remove_leftovers,
+    whole_steps,
+    write_durably,
+)
+from moe.checkpoint_state import (
+    check_targets,
+    empty_slots,
+    hyper_parameters,
+    model_state,
+    named_slots,
+    optimizer_state,
+    parameter_names,
+    restore_options,
+    saved_options,
+)
+from moe.parallel import all_ranks_succeeded
+
+__all__ = ["LoadedCheckpoint", "latest_step", "load_checkpoint", "save_checkpoint"]
+
+FORMAT_VERSION = 1
+# What files, tensors and JSON raise: it must reach the other ranks, or they wait for this one.
+_FAILURES = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, MemoryError, ArithmeticError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """What `load_checkpoint` read besides the tensors."""
+
+    step: int
+    extra: dict[str, Any]  # as given to `save_checkpoint`, after a round trip through JSON
+    path: Path
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    keep_last: int = 2,
+) -> Path:
+    """Write `directory/iter_<step>`, point the latest-iteration file to it, then remove older checkpoints.
+
+    A crash at any moment leaves the previous checkpoint whole and named. A checkpoint of the same step is replaced;
+    those of later steps, from a run that was rolled back, are left alone.
+
+    Args:
+        directory: on a file system that all ranks share; made if need be, used by one job at a time.
+        step: number of finished optimizer steps.
+        model: its `state_dict()` holds tensors alone. DTensors are saved with their global shape, each chunk once;
+            a plain tensor must be the same on all ranks, because one rank's copy is saved.
+        optimizer: its state holds tensors alone. Hyper-parameters that JSON cannot hold are left out.
+        extra: JSON-able; comes back from `load_checkpoint`.
+        keep_last: how many checkpoints of steps up to `step` stay, this one included.
+
+    Returns:
+        The folder of the checkpoint, on every rank once it is in place.
+
+    Raises:
+        ValueError: bad `step` or `keep_last`; a state that is no tensor, or that a sharded parameter's shape cannot
+            place; a parameter of the optimizer that the model does not name; `extra` that is not JSON-able.
+        RuntimeError: another rank raised, or writing failed somewhere; on every rank, with that rank's error.
+
+    Collectives: three of all_ranks_succeeded and those of torch.distributed.checkpoint.save, on the default group.
+    """
+    if step < 0:
+        raise ValueError(f"step ({step}) must be at least 0.")
+    if keep_last < 1:
+        raise ValueError(f"keep_last ({keep_last}) must be at least 1: the new checkpoint itself stays.")
+    from moe.checkpoint_storage import write_tensors
+
+    folder = Path(directory) / folder_name(step)
+    writing = folder.with_name(f".writing-{folder.name}")
+    with _on_all_ranks(f"preparing {folder}", RuntimeError):
+        state = model_state(model) | optimizer_state(model, optimizer)
+        meta = _meta_json(step, model, optimizer, extra)
+        if _is_first_rank():
+            remove_leftovers(folder.parent)
+            writing.mkdir(parents=True)
+    with _on_all_ranks(f"writing {folder}", RuntimeError):
+        index = write_tensors(writing, state)
+        if _is_first_rank():
+            write_durably(writing / "index.json", json.dumps(index))
+            write_durably(writing / "meta.json", meta)
+            flush_folder(writing)
+    with _on_all_ranks(f"publishing {folder}", RuntimeError):
+        if _is_first_rank():
+            publish(writing, folder, step)
+            prune(folder.parent, step, keep_last)
+    return folder
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+) -> LoadedCheckpoint:
+    """Copy a checkpoint into `model` and `optimizer`, whatever layout of ranks wrote it.
+
+    The optimizer's state is made anew, and its hyper-parameters (lr, betas, ...) are set to the saved values; only
+    `foreach`, `fused`, `capturable` and `differentiable` stay as they are.
+
+    Args:
+        directory: as given to `save_checkpoint`.
+        model: on real devices, with exactly the checkpoint's tensors.
+        optimizer: of the saved class, over the same parameters; groups may be cut otherwise if the options saved
+            for a group's parameters are the same. Without an optimizer, saved state is left.
+        step: which checkpoint; by default the one that the latest-iteration file names.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: keys, shapes or dtypes differ, or a file is damaged; for a damaged file the message names it and
+            the newest other whole checkpoint. Nothing was copied, unless it says "half loaded".
+
+    Collectives: two of all_ranks_succeeded and those of torch.distributed.checkpoint.load, on the default group.
+    """
+    from moe.checkpoint_storage import open_index, read_tensors
+
+    with _on_all_ranks(f"loading from {directory}", ValueError):
+        folder = find_folder(Path(directory), latest_step(directory) if step is None else step)
+        with _offering_another(folder):
+            meta = _read_meta(folder)
+            index = open_index(folder)
+        targets, slots, saved = model_state(model), {}, index.tensors
+        if optimizer is None:
+            saved = {name: entry for name, entry in saved.items() if not name.startswith("optimizer.")}
+        else:
+            names = parameter_names(model, optimizer)
+            options = saved_options(folder, meta["optimizer"], names, optimizer)
+            slots = empty_slots(names, optimizer, saved)
+            targets |= named_slots(names, slots)
+        check_targets(folder, saved, targets)
+    with _on_all_ranks(f"loading {folder}", ValueError):
+        with _offering_another(folder, "model is half loaded. "):
+            read_tensors(folder, index, targets)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(slots)
+            restore_options(optimizer, options)
+    return LoadedCheckpoint(step=meta["step"], extra=meta["extra"], path=folder)
+
+
+@contextmanager
+def _on_all_ranks(action: str, failure: type[Exception]) -> Iterator[None]:
+    """Run the block on every rank, and raise on all of them where it failed on one."""
+    error: BaseException | None = None
+    try:
+        yield
+    except _FAILURES as caught:
+        error = caught
+    texts = all_ranks_succeeded(error)
+    if isinstance(error, ValueError | FileNotFoundError):
+        raise error
+    if error is not None or any(texts):
+        causes = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        raise failure(f"{action} failed on {len(causes)} of {len(texts)} ranks. {''.join(causes[:1])}") from error
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _meta_json(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
+) -> str:
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "torch_version": str(torch.__version__),
+        "step": step,
+        "extra": extra or {},
+        "optimizer": None if optimizer is None else hyper_parameters(model, optimizer),
+    }
+    try:
+        return json.dumps(meta, indent=1)
+    except TypeError as error:
+        raise ValueError(f"extra must hold what JSON can hold: {error}.") from error
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    file = folder / "meta.json"
+    try:
+        meta = json.loads(file.read_bytes())
+        version, _ = meta["format_version"], (meta["step"], meta["extra"], meta["optimizer"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{file} has format_version {version}, and this release reads {FORMAT_VERSION}: use its own.")
+    return meta
+
+
+@contextmanager
+def _offering_another(folder: Path, consequence: str = "") -> Iterator[None]:
+    """Add the newest other whole checkpoint to a ValueError of the block."""
+    try:
+        yield
+    except ValueError as error:
+        others = [step for step in reversed(whole_steps(folder.parent)) if folder.name != folder_name(step)]
+        step = next((step for step in others if _is_whole(folder.with_name(folder_name(step)))), None)
+        way_out = "no other whole checkpoint is there" if step is None else f"the newest other whole one is step={step}"
+        raise ValueError(f"{error} {consequence}In {folder.parent}, {way_out}.") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    from moe.checkpoint_storage import open_index
+
+    try:
+        _read_meta(folder)
+        open_index(folder)
+    except ValueError:
+        return False
+    return True

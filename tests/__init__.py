@@ -1,0 +1,1 @@
+"""Tests of the router, dispatchers and moe packages."""

@@ -1,0 +1,218 @@
+"""The expert autograd function against one plain loop in fp64: every dtype, activation, padding, shape and stride."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import expert_function
+from moe.activations import Activation
+from moe.expert_function import Slots, expert_mlp, gemm_dtype
+from tests import reference
+from tests.tolerances import assert_close
+
+ROWS, HIDDEN, FFN, EXPERTS = 13, 9, 7, 5  # odd, and all different
+ACTIVATIONS = {
+    "swiglu": Activation(),
+    "geglu": Activation(name="gelu"),
+    "gelu": Activation(name="gelu", gated=False),
+    "squared_relu": Activation(name="squared_relu", gated=False),
+    "gpt_oss": Activation(name="quick_gelu", clamp=7.0, offset=1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fill whatever torch allocates without writing it with NaN: a value that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Leaves of one call, in its dtype; names are those of reference.MoEWeights where they mean the same."""
+
+    leaves: dict[str, Tensor]  # tokens [R, H], probs [M], fc1, fc2 and maybe fc1_bias, fc2_bias
+    slots: Slots
+    expert_ids: Tensor  # [M]
+    routing_map: Tensor  # [R, E]
+    grad: Tensor  # [R, H]
+    activation: Activation
+
+
+def random_map(num_rows: int = ROWS) -> Tensor:
+    """Each row goes to some experts, expert 2 is idle and row 0 is read by nobody."""
+    routing_map = torch.rand(num_rows, EXPERTS) < 0.5
+    routing_map[:1], routing_map[:, 2] = False, False
+    return routing_map
+
+
+def make(
+    activation: Activation, dtype: torch.dtype, routing_map: Tensor, biases: bool, num_padding: int = 3, scale: float = 1
+) -> Case:
+    """Draw a case; each expert has num_padding padding slots anywhere among its slots, whose order is shuffled."""
+    num_rows = routing_map.shape[0]
+    segments = []
+    for column in routing_map.T:
+        ids = torch.cat([column.nonzero().flatten(), torch.full((num_padding,), -1)])
+        segments.append(ids[torch.randperm(len(ids))])
+    row_ids, counts = torch.cat(segments), tuple(len(ids) for ids in segments)
+    weights = reference.random_weights(
+        EXPERTS, HIDDEN, FFN, seed=1, gate_rows=activation.num_inputs, biases=biases
+    ).tensors()
+    names = [name for name in weights if name.startswith("fc")]
+    probs = (torch.rand(len(row_ids), dtype=torch.float64) * 3).masked_fill(row_ids < 0, 0)
+    leaves = {name: weights[name].detach().to(dtype) for name in names}
+    leaves["tokens"] = (torch.randn(num_rows, HIDDEN, dtype=torch.float64) * scale).to(dtype)
+    leaves["probs"] = probs if dtype == torch.float64 else probs.float()
+    return Case(
+        leaves={name: leaf.requires_grad_() for name, leaf in leaves.items()},
+        slots=Slots(counts, row_ids, has_padding=num_padding > 0),
+        expert_ids=torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts)),
+        routing_map=routing_map,
+        grad=torch.randn(num_rows, HIDDEN, dtype=torch.float64).to(dtype),
+        activation=activation,
+    )
+
+
+def run(case: Case) -> dict[str, Tensor]:
+    """Return output and gradients of the code under test."""
+    leaf = case.leaves.get
+    output = expert_mlp(
+        leaf("tokens"), leaf("probs"), case.slots, case.activation, leaf("fc1"), leaf("fc2"), leaf("fc1_bias"), leaf("fc2_bias")
+    )  # fmt: skip
+    grads = torch.autograd.grad(output, list(case.leaves.values()), case.grad)
+    for (name, tensor), grad in zip(case.leaves.items(), grads, strict=True):
+        assert grad.dtype == tensor.dtype, name
+    return {"output": output.detach(), **dict(zip(case.leaves, grads, strict=True))}
+
+
+def expected(case: Case) -> dict[str, Tensor]:
+    """The same by the reference in fp64, from the same rounded inputs."""
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in case.leaves.items()}
+    real = case.slots.row_ids >= 0
+    dense = torch.zeros(case.routing_map.shape, dtype=torch.float64)
+    dense = dense.index_put((case.slots.row_ids[real], case.expert_ids[real]), leaves["probs"][real])
+    activation = case.activation
+    output = reference.experts(
+        leaves["tokens"],
+        dense,
+        case.routing_map,
+        leaves["fc1"],
+        leaves["fc2"],
+        partial(reference.activation, activation.name, clamp=activation.clamp, offset=activation.offset),
+        leaves.get("fc1_bias"),
+        leaves.get("fc2_bias"),
+    )
+    grads = torch.autograd.grad(output, list(leaves.values()), case.grad.double(), materialize_grads=True)
+    return {"output": output.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def check(case: Case, results: dict[str, Tensor]) -> None:
+    for name, values in expected(case).items():
+        assert_close(results[name], values, case.leaves["tokens"].dtype, what=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biases", [True, False], ids=["biases", "plain"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_equals_the_reference_with_padding_and_probs_of_any_sum(name: str, biases: bool, dtype: torch.dtype) -> None:
+    case = make(ACTIVATIONS[name], dtype, random_map(), biases, scale=6 if name == "gpt_oss" else 1)
+    results = run(case)
+    check(case, results)
+    for weight in (name for name in results if name.startswith("fc")):
+        assert not results[weight][2].any(), f"{weight} of the idle expert"
+    assert not results["output"][0].any()
+    assert not results["probs"][case.slots.row_ids < 0].any()
+
+
+@pytest.mark.parametrize("hostile", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_padding_slots_hide_what_row_0_holds(dtype: torch.dtype, hostile: float) -> None:
+    case = make(ACTIVATIONS["swiglu"], dtype, random_map(), biases=True)
+    clean = run(case)
+    tokens, grad = case.leaves["tokens"].detach().clone(), case.grad.clone()
+    tokens[0], grad[0] = hostile, hostile
+    soiled = run(replace(case, leaves={**case.leaves, "tokens": tokens.requires_grad_()}, grad=grad))
+    for name in clean:
+        assert torch.equal(clean[name], soiled[name]), name
+
+
+MAPS = {
+    "everything to one expert": lambda: torch.arange(EXPERTS).eq(3).expand(ROWS, EXPERTS),
+    "one row": lambda: torch.ones(1, EXPERTS, dtype=torch.bool),
+    "rows, no slots": lambda: torch.zeros(ROWS, EXPERTS, dtype=torch.bool),
+    "no rows": lambda: torch.zeros(0, EXPERTS, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("num_padding", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_extreme_maps(name: str, dtype: torch.dtype, num_padding: int) -> None:
+    case = make(ACTIVATIONS["swiglu"], dtype, MAPS[name](), biases=True, num_padding=num_padding)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strides", ["rows", "columns"])
+def test_strided_tokens_and_expanded_gradients(strides: str, dtype: torch.dtype) -> None:
+    case = make(ACTIVATIONS["swiglu"], dtype, random_map(), biases=True)
+    tokens = case.leaves["tokens"].detach()
+    strided = tokens.T.contiguous().T if strides == "rows" else tokens.repeat_interleave(2, dim=1)[:, ::2]
+    assert not strided.is_contiguous()
+    grad = torch.ones((), dtype=dtype).expand(ROWS, HIDDEN)  # as y.sum().backward() makes it
+    case = replace(case, leaves={**case.leaves, "tokens": strided.requires_grad_()}, grad=grad)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("weight", ["fc1", "fc2"])
+def test_weights_of_any_strides(weight: str) -> None:
+    case = make(ACTIVATIONS["swiglu"], torch.float64, random_map(), biases=True)
+    strided = case.leaves[weight].detach().transpose(1, -1).contiguous().transpose(1, -1)  # channels_last does the like
+    assert not strided.is_contiguous()
+    case = replace(case, leaves={**case.leaves, weight: strided.requires_grad_()})
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_multiplying_in_fp32_is_at_least_as_close(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all activations together: a single small tensor may lose by the luck of its roundings."""
+    errors = {dtype: 0.0, torch.float32: 0.0}
+    for activation in ACTIVATIONS.values():
+        case = make(activation, dtype, random_map(5 * ROWS), biases=True)
+        exact = expected(case)
+        for mode in errors:
+            monkeypatch.setattr(expert_function, "gemm_dtype", lambda dtype, device, mode=mode: mode)
+            results = run(case)
+            check(case, results)
+            errors[mode] += sum(((results[n].double() - exact[n]).norm() / exact[n].norm()).item() for n in exact)
+    assert 0 < errors[torch.float32] <= errors[dtype]
+
+
+def test_gemm_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for dtype in (torch.float64, torch.float32):
+        assert gemm_dtype(dtype, cpu) == gemm_dtype(dtype, cuda) == dtype
+    for dtype in (torch.bfloat16, torch.float16):
+        assert (gemm_dtype(dtype, cpu), gemm_dtype(dtype, cuda)) == (torch.float32, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [0, ROWS])
+@pytest.mark.parametrize("biases", [True, False])
+def test_without_ids_and_probs_slot_i_is_row_i_with_weight_1(biases: bool, num_rows: int) -> None:
+    counts = tuple((torch.arange(num_rows) % EXPERTS).bincount(minlength=EXPERTS).tolist())
+    experts = torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts))
+    case = make(ACTIVATIONS["swiglu"], torch.float64, torch.eye(EXPERTS).bool()[experts], biases, num_padding=0)
+    ordered = replace(case.slots, row_ids=torch.arange(num_rows))
+    ones = torch.ones(num_rows, dtype=torch.float64, requires_grad=True)
+    by_ids = run(replace(case, slots=ordered, leaves={**case.leaves, "probs": ones}))
+    without = {name: leaf for name, leaf in case.leaves.items() if name != "probs"}
+    plain = run(replace(case, slots=Slots(counts), leaves=without))
+    check(replace(case, slots=ordered, leaves={**case.leaves, "probs": ones}), {**plain, "probs": by_ids["probs"]})

@@ -1,0 +1,100 @@
+"""MoEGPT: its loss by hand, independent sequences, causality, names and initial values."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe.config import TransformerConfig
+from moe.layer import MoELayer
+from moe.model import MoEGPT
+from moe.shared_experts import MLP
+from tests.tolerances import assert_close
+
+VOCAB, BATCH, SEQUENCE = 11, 3, 5
+CONFIG = TransformerConfig(
+    hidden_size=12,
+    num_moe_experts=4,
+    moe_ffn_hidden_size=7,
+    num_layers=4,
+    num_attention_heads=3,
+    vocab_size=VOCAB,
+    params_dtype=torch.float64,
+    moe_router_dtype="fp64",
+    moe_layer_freq=2,
+    init_method_std=0.4,
+)
+
+
+def ids(seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
+    model, tokens, labels = MoEGPT(CONFIG), ids(1), ids(2)
+    logits = model(tokens)
+    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+    losses = [
+        math.log(sum(math.exp(x) for x in logits[b, s].tolist())) - logits[b, s, labels[b, s]].item()
+        for b in range(BATCH)
+        for s in range(SEQUENCE)
+    ]
+    assert_close(model(tokens, labels), torch.tensor(sum(losses) / len(losses), dtype=torch.float64))
+    low = MoEGPT(replace(CONFIG, params_dtype=torch.bfloat16, moe_router_dtype="fp32"))
+    assert low(tokens).dtype == torch.bfloat16
+    assert low(tokens, labels).dtype == torch.float32
+    assert_close(low(tokens, labels), low(tokens).double().log_softmax(-1).gather(2, labels[..., None]).mean().neg())
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_sequence_does_not_depend_on_its_batch_mates(padding: bool) -> None:
+    model, tokens = MoEGPT(replace(CONFIG, moe_router_padding_for_quantization=padding)), ids()
+    logits, order = model(tokens), torch.tensor([2, 0, 1])
+    assert_close(model(tokens[order]), logits[order])
+    for b in range(BATCH):
+        assert_close(model(tokens[b : b + 1]), logits[b : b + 1])
+
+
+def test_logits_see_no_later_token() -> None:
+    model, tokens = MoEGPT(CONFIG), ids()
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert_close(after[:, :3], before[:, :3])
+    assert (before[:, 3:] - after[:, 3:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("freq", "names"),
+    [(1, [0, 1, 2, 3]), (2, [0, 2]), ((0, 0, 1, 1), [2, 3]), ((0, 0, 0, 0), [])],
+)
+def test_moe_layers_are_named_and_numbered(freq: int | tuple[int, ...], names: list[int]) -> None:
+    model = MoEGPT(replace(CONFIG, moe_layer_freq=freq))
+    found = model.moe_layers()
+    assert list(found) == [f"layers.{index}.mlp" for index in names]
+    assert [layer.layer_number for layer in found.values()] == [index + 1 for index in names]
+    for index, block in enumerate(model.layers):
+        assert type(block.mlp) is (MoELayer if index in names else MLP)
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    model = MoEGPT(replace(CONFIG, hidden_size=96, vocab_size=256, init_method_std=0.02, add_bias_linear=True))
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            std = 0.02 / math.sqrt(8) if "linear_proj" in name else 0.02
+            assert abs(parameter.std().item() / std - 1) < 0.2, name
+
+
+def test_every_parameter_learns() -> None:
+    model = MoEGPT(CONFIG)
+    model(ids(1), ids(2)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
