@@ -46,7 +46,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
         TypeError: a field of a type that has no flag form.
     """
     group = parser.add_argument_group(f"{config_class.__name__}")
-    hints, notes = typing.get_type_hints(config_class), _field_comments(config_class)
+    hints, notes = typing.get_type_hints(config_class), field_comments(config_class)
     for field in dataclasses.fields(config_class):
         note = notes.get(field.name, "").replace("%", "%%")
         default = None if field.default is dataclasses.MISSING else field.default
@@ -142,7 +142,7 @@ def _layer_pattern(text: str) -> int | tuple[int, ...]:
     return parsed if isinstance(parsed, int) else tuple(parsed)
 
 
-def _field_comments(config_class: type) -> dict[str, str]:
+def field_comments(config_class: type) -> dict[str, str]:
     """Return the comment behind each field in the source of the class and its bases."""
     comments: dict[str, str] = {}
     for cls in reversed(config_class.__mro__[:-1]):

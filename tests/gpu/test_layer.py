@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,16 +84,22 @@ def test_one_host_sync_in_forward_and_none_in_backward(fusion: bool, options: di
     layer = MoELayer(MoEConfig(**FIELDS, **options, moe_router_fusion=fusion)).cuda()
     hidden_states = torch.randn(num_positions, 3, FIELDS["hidden_size"], device="cuda", requires_grad=True)
     layer(hidden_states).sum().backward()  # libraries synchronise when they are first used
-    counts = []
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        for step in (lambda: layer(hidden_states).sum(), lambda: output.backward()):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                output = step()
-            counts.append([str(w.message) for w in caught if "synchronizing" in str(w.message)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    forward, backward = counts
-    assert len(forward) == 1, forward
-    assert backward == []
+    syncs: dict[str, list[str]] = {}
+
+    @contextmanager
+    def counted(name: str) -> Iterator[None]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        syncs[name] = [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+
+    with counted("forward"):
+        loss = layer(hidden_states).sum()
+    with counted("backward"):
+        loss.backward()
+    assert len(syncs["forward"]) == 1, syncs
+    assert syncs["backward"] == []

@@ -54,7 +54,9 @@ def test_clamp_offset_and_kinks_by_hand() -> None:
     grad_input = torch.empty_like(fc1_output)
     gpt_oss.forward_backward(fc1_output, torch.ones(1, 3, dtype=torch.float64), None, grad_input)
     # A clamped gate or up has no gradient; phi'(0) = 1/2 times up + 1 = 4.
-    assert_close(grad_input, torch.stack([torch.tensor([0, 2.0, 0]).double(), torch.stack([seven * 0, seven * 0, seven])])[None])
+    assert_close(
+        grad_input, torch.stack([torch.tensor([0, 2.0, 0]).double(), torch.stack([seven * 0, seven * 0, seven])])[None]
+    )
     relu = Activation(name="squared_relu", gated=False)
     assert relu.forward(torch.tensor([[[-2.0, 0.0, 3.0]]])).tolist() == [[0.0, 0.0, 9.0]]
 

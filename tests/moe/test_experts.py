@@ -18,7 +18,13 @@ ROWS, HIDDEN, FFN, EXPERTS = 13, 12, 7, 5
 
 def build(**fields: object) -> GroupedMLP:
     config = MoEConfig(
-        **{"hidden_size": HIDDEN, "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std": 0.3, **fields}
+        **{
+            "hidden_size": HIDDEN,
+            "num_moe_experts": EXPERTS,
+            "moe_ffn_hidden_size": FFN,
+            "init_method_std": 0.3,
+            **fields,
+        }
     )
     experts = GroupedMLP(config)
     for name, parameter in experts.named_parameters():

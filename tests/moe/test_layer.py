@@ -73,7 +73,9 @@ class ReferenceLayer(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(
-    ("num_positions", "padding"), [(11, {}), (8, PADDED), (11, PADDED)], ids=["no padding", "map padding", "slot padding"]
+    ("num_positions", "padding"),
+    [(11, {}), (8, PADDED), (11, PADDED)],
+    ids=["no padding", "map padding", "slot padding"],
 )
 @pytest.mark.parametrize("latent", [None, 5])
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])
@@ -111,7 +113,8 @@ def test_fusion_and_recompute_change_no_bit(option: str, dtype: torch.dtype, pad
 @pytest.mark.parametrize("num_positions", [8, 11])
 def test_counters_advance_once_by_the_unpadded_map(num_positions: int, recompute: bool) -> None:
     layer = build(moe_layer_recompute=recompute, moe_router_fusion=True, **PADDED, **FP64)
-    hidden_states = draw(num_positions)
+    hidden_states, slots = draw(num_positions), []
+    layer.experts.register_forward_pre_hook(lambda module, args: slots.extend(args[0].tokens_per_expert_list))
     routed = reference.router(hidden_states.flatten(0, 1), layer.router.weight, TOPK)[1].sum(0)
     for _ in range(2):
         layer(hidden_states).sum().backward()
@@ -119,6 +122,7 @@ def test_counters_advance_once_by_the_unpadded_map(num_positions: int, recompute
         layer(hidden_states)
     layer.eval()(hidden_states)
     assert layer.router.tokens_per_expert.tolist() == (2 * routed).tolist()
+    assert slots[:EXPERTS] == [-(-count // 16) * 16 for count in routed.tolist()]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -310,6 +314,19 @@ def test_two_layers_interleaved_equal_separate_runs(recompute: bool) -> None:
         actual = {"output": output, "hidden_states": hidden.grad, **{n: p.grad for n, p in module.named_parameters()}}
         for name in expected:
             assert torch.equal(actual[name], expected[name]), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_micro_batches_in_flight_equal_separate_ones(recompute: bool) -> None:
+    layer = build(moe_layer_recompute=recompute, moe_router_fusion=True, **PADDED, **FP64)
+    separate = [run(layer, draw(num_positions)) for num_positions in (5, 8)]
+    inputs = [draw(5), draw(8)]
+    outputs = [layer(hidden) for hidden in inputs]
+    for hidden, output, expected in reversed(list(zip(inputs, outputs, separate, strict=True))):
+        weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+        actual = torch.autograd.grad((output * weight).sum(), [hidden, *layer.parameters()])
+        for (name, values), grad in zip(list(expected.items())[1:], actual, strict=True):
+            assert torch.equal(grad, values), name
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,11 @@ from tests.tolerances import assert_close
 
 FACTORINGS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
 GROUP_NAMES = ("tp", "cp", "dp", "etp", "ep", "edp", "tp_cp", "dp_cp", "tp_dp_cp", "tp_ep")
-HIDDEN, FFN, NUM_EXPERTS = 6, 8, 4
+HIDDEN, FFN, NUM_EXPERTS = 12, 20, 8
 
 
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-# ProcessGroups
 
 
 def groups_worker(ep: int, etp: int, tp: int, cp: int) -> dict[str, list[int]]:
@@ -130,9 +127,6 @@ def test_sizes_must_divide_the_number_of_ranks() -> None:
         assert all("The number of ranks (4)" in text and "fit 4 ranks: [1, 2, 4]" in text for text in told)
 
 
-# The model under test: a layer and a dense parameter, in fp64
-
-
 def make_layer(groups: ProcessGroups | None, dtype: torch.dtype = torch.float64, **fields: Any) -> MoELayer:
     torch.manual_seed(11)
     config = MoEConfig(
@@ -140,6 +134,7 @@ def make_layer(groups: ProcessGroups | None, dtype: torch.dtype = torch.float64,
         num_moe_experts=NUM_EXPERTS,
         moe_ffn_hidden_size=FFN,
         params_dtype=dtype,
+        moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
         add_bias_linear=True,
         init_method_std=0.3,
         **fields,
@@ -210,9 +205,6 @@ def test_expert_and_dense_parameters_share_out_the_model() -> None:
     assert {names[id(p)] for p in dense_parameters(layer)} == set(names.values()) - experts
 
 
-# finalize_gradients
-
-
 def dense(*values: float, dtype: torch.dtype = torch.float64) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values, dtype=dtype))
 
@@ -276,18 +268,22 @@ def test_finalize_refuses(num_microbatches: int) -> None:
 
 
 def narrow_worker() -> tuple[list[float], list[float], torch.dtype]:
-    model, rank = HandMade(torch.bfloat16), dist.get_rank()
-    model.first.grad = torch.tensor([1024.0 if rank == 0 else 4.0, 1.0], dtype=torch.bfloat16)
-    model.experts.weight.grad = torch.tensor([1024.0 if rank == 0 else 4.0, 1.0, 0.0], dtype=torch.bfloat16)
+    model = HandMade(torch.bfloat16)
+    # Each element is large on one rank, so that no order of summing adds the small ones first everywhere.
+    values = [1024.0 if element % 4 == dist.get_rank() else 4.0 for element in range(16)]
+    for module, name in ((model, "first"), (model.experts, "weight")):
+        setattr(module, name, dense(*[0.0] * 16, dtype=torch.bfloat16))
+        getattr(module, name).grad = torch.tensor(values, dtype=torch.bfloat16)
     finalize_gradients(model, ProcessGroups.build())
+    assert model.first.grad is not None
     return model.first.grad.tolist(), model.experts.weight.grad.tolist(), model.first.grad.dtype
 
 
 def test_bf16_gradients_are_summed_in_fp32() -> None:
     # (1024 + 4 + 4 + 4) / 4 = 259, rounded once to 260; in bf16 each 4 is lost
     for first, weight, dtype in run_ranks(narrow_worker, 4):
-        assert first == [260, 1]
-        assert weight == [260, 1, 0]
+        assert first == [260] * 16
+        assert weight == [260] * 16
         assert dtype == torch.bfloat16
 
 
@@ -308,7 +304,7 @@ def accumulation_worker() -> list[str]:
         expected = gradients(together)
         for name, gradient in gradients(accumulated).items():
             try:
-                assert_close(gradient, expected[name], torch.float32, name)  # probs are fp32
+                assert_close(gradient, expected[name], what=name)
             except AssertionError as error:
                 found.append(f"ep {ep}, etp {etp}: {error}")
     return found
@@ -318,7 +314,7 @@ def test_two_micro_batches_equal_one_of_both() -> None:
     assert run_ranks(accumulation_worker, 4) == [[]] * 4
 
 
-# clip_grad_norm
+MAX_NORMS = (0.5, 1e9, float("inf"))
 
 
 def clipping_worker(max_norm: float) -> list[tuple[float, float, float]]:
@@ -337,6 +333,10 @@ def clipping_worker(max_norm: float) -> list[tuple[float, float, float]]:
     return results
 
 
+def every_max_norm_worker() -> list[list[tuple[float, float, float]]]:
+    return [clipping_worker(max_norm) for max_norm in MAX_NORMS]
+
+
 def single_process_norm() -> float:
     layer = make_layer(None)
     for rank in range(4):
@@ -344,17 +344,17 @@ def single_process_norm() -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters() if p.grad is not None]))
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e9, float("inf")])
-def test_the_norm_is_that_of_one_process_on_every_rank(max_norm: float) -> None:
-    results = run_ranks(clipping_worker, 4, max_norm)
+def test_the_norm_is_that_of_one_process_on_every_rank() -> None:
+    results = run_ranks(every_max_norm_worker, 4)
     expected = single_process_norm()
     assert expected > 1
-    for by_factoring in results:
-        assert [norm for norm, _, _ in by_factoring] == [norm for norm, _, _ in results[0]]  # bit by bit
-        for norm, before, after in by_factoring:
-            assert norm == pytest.approx(before, rel=1e-12)
-            assert norm == pytest.approx(expected, rel=1e-6)  # probs are fp32
-            assert after == (before if max_norm > 1 else pytest.approx(max_norm, rel=1e-5))
+    for by_max_norm in results:
+        for max_norm, by_factoring, first in zip(MAX_NORMS, by_max_norm, results[0], strict=True):
+            assert [norm for norm, _, _ in by_factoring] == [norm for norm, _, _ in first]  # bit by bit
+            for norm, before, after in by_factoring:
+                assert norm == pytest.approx(before, rel=1e-12)
+                assert norm == pytest.approx(expected, rel=1e-12)
+                assert after == (before if max_norm > 1 else pytest.approx(max_norm, rel=1e-5))
 
 
 def test_clipping_scales_every_gradient_alike() -> None:
@@ -365,9 +365,6 @@ def test_clipping_scales_every_gradient_alike() -> None:
     assert model.first.grad.tolist() == [0.75, 0]
     assert model.experts.weight.grad.tolist() == [0, 1, 0]
     assert clip_grad_norm(nn.Module(), 1.0, ProcessGroups.build()).item() == 0
-
-
-# Replicas
 
 
 def param_groups(layer: nn.Module) -> list[dict[str, Any]]:

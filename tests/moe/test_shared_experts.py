@@ -82,7 +82,9 @@ def test_the_gate_is_computed_in_fp32() -> None:
 
 
 def test_names_shapes_and_refusal() -> None:
-    shapes = {name: tuple(p.shape) for name, p in build(SharedExpertMLP, moe_shared_expert_gate=True).named_parameters()}
+    shapes = {
+        name: tuple(p.shape) for name, p in build(SharedExpertMLP, moe_shared_expert_gate=True).named_parameters()
+    }
     assert shapes == {
         "gate_weight": (1, HIDDEN),
         "linear_fc1.weight": (2, WIDTH, HIDDEN),

@@ -22,7 +22,7 @@ def _with_gradient(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
-@pytest.mark.parametrize("topk", [1, 2, 5])
+@pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_losses_equal_the_reference(score_function: str, topk: int, num_tokens: int, dtype: torch.dtype) -> None:
     logits = torch.randn(num_tokens, NUM_EXPERTS, dtype=dtype).mul(2).requires_grad_()
@@ -39,20 +39,16 @@ def test_losses_equal_the_reference(score_function: str, topk: int, num_tokens: 
         value, gradient = _with_gradient(loss, logits)
         expected_value, expected_gradient = _with_gradient(expected, exact)
         assert_close(value, expected_value, what="loss")
-        if topk == NUM_EXPERTS and loss.grad_fn.name() == "MulBackward0":  # a constant: every expert is chosen
-            assert gradient.abs().sum() < 1e-5
-        else:
-            assert_close(gradient, expected_gradient, what="gradient")
+        assert_close(gradient, expected_gradient, what="gradient")
 
 
 def test_hand_written_losses() -> None:
     scores, counts = torch.tensor([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125]]), torch.tensor([2, 1, 1])
-    # 0.1 * 3 * (1/2 * 0.625 + 1/4 * 0.1875 + 1/4 * 0.1875)
-    assert_close(switch_load_balancing_loss_func(scores, counts, 2, 2, 3, 0.1), torch.tensor(0.1 * 3 * 0.40625))
-    assert_close(
-        z_loss_func(torch.tensor([[1.0, 3.0], [0.25, 0.75]]).log(), 0.1),
-        torch.tensor(2.0).log2().mul(0.0) + 0.1 * torch.tensor(4.0).log().square() / 2,
-    )
+    mean_scores, shares = torch.tensor([0.625, 0.1875, 0.1875]), torch.tensor([1 / 2, 1 / 4, 1 / 4])
+    loss = switch_load_balancing_loss_func(scores, counts, 2, 2, 3, 0.1)
+    assert_close(loss, 0.1 * 3 * (mean_scores * shares).sum())
+    logits = torch.tensor([[1.0, 3.0], [0.25, 0.75]]).log()  # logsumexp log 4 and 0
+    assert_close(z_loss_func(logits, 0.1), 0.1 * torch.tensor(4.0).log().square() / 2)
 
 
 @pytest.mark.parametrize("topk", [1, 2])

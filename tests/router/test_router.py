@@ -162,8 +162,9 @@ def test_copies_and_state_dict() -> None:
 
 def test_two_routers_interleaved_give_the_results_of_separate_runs() -> None:
     hidden = _hidden(33)
-    alone = [(router := _router(seed, **EXACT, **LOSSES), _weight_gradient(router, hidden))[0] for seed in (1, 2)]
-    together = [_router(seed, **EXACT, **LOSSES) for seed in (1, 2)]
+    alone, together = ([_router(seed, **EXACT, **LOSSES) for seed in (1, 2)] for _ in range(2))
+    for router in alone:
+        _weight_gradient(router, hidden)
     results = [router(hidden)[0] for router in together]
     for probs in results:
         (probs * torch.arange(1.0, NUM_EXPERTS + 1)).sum().backward()

@@ -1,0 +1,89 @@
+"""The README says what the code does: option tables, examples, flags, files and pictures."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe import MoEConfig, TransformerConfig
+from moe.arguments import field_comments, flag_of
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def option_row(config_class, field):
+    """Return the line of the options table that describes a field."""
+    default = "required"
+    if field.default is not dataclasses.MISSING:
+        default = f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
+    flag = f"`{flag_of(field.name)}`"
+    if field.name == "params_dtype":
+        flag = "`--bf16`, `--fp16`, `--fp64`"
+    elif field.default is True:
+        flag += ", `--no-...`"
+    meaning = field_comments(config_class)[field.name].replace("|", "\\|")
+    return f"| `{field.name}` | {flag} | {default} | {meaning} |"
+
+
+@pytest.mark.parametrize("config_class", [MoEConfig, TransformerConfig])
+def test_option_tables_describe_every_field(config_class):
+    rows = [option_row(config_class, field) for field in dataclasses.fields(config_class)]
+    missing = [row for row in rows if row not in README.splitlines()]
+    assert not missing, "README.md lacks these rows:\n" + "\n".join(missing)
+
+
+def test_option_tables_have_no_other_fields():
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)) == known
+
+
+def test_smallest_example_runs():
+    example = next(code for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "randn" in code)
+    result = subprocess.run(
+        [sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "8 experts of width 128, top-2" in result.stdout
+
+
+def test_every_flag_exists():
+    help_text = subprocess.run(
+        [sys.executable, "examples/pretrain_gpt.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    ).stdout
+    torchrun = {"--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--standalone"}
+    benchmark = {"--shapes", "--dtypes", "--rounds", "--peer", "--threads"}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", README)) - torchrun - benchmark
+    assert used, "the pattern finds no flag"
+    assert {flag for flag in used if flag not in help_text} == set()
+
+
+def test_files_and_pictures_exist():
+    tree = README.split("## Files, in reading order")[1].split("```")[1]
+    folder, listed = "", []
+    for line in tree.strip().splitlines():
+        names = [word for word in line.split("  ")[0 if not line.startswith(" ") else 1].split() if word]
+        for name in names:
+            if name.endswith("/"):
+                folder = name
+                listed.append(name)
+            else:
+                listed.append(name if "/" in name and not line.startswith(" ") else folder + name)
+    assert len(listed) > 20
+    assert [name for name in listed if not (ROOT / name).exists()] == []
+    pictures = re.findall(r"\]\((docs/[^)]+)\)", README)
+    assert len(pictures) >= 4
+    assert [name for name in pictures if not (ROOT / name).is_file()] == []
+
+
+def test_no_placeholder_is_left():
+    assert not re.search(r"\b(TODO|TRAIN_OUTPUT|MEASURED|OPTIONS\d)\b", README)
