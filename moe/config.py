@@ -61,7 +61,7 @@ class QuantizationConfig:
         ValueError: fp8 compute, which this version does not have; an unknown recipe; a recipe without effect.
     """
 
-    fp8: Literal["hybrid", "e4m3"] | None = None  # None: expert GEMMs run in params_dtype; other values are refused in this version
+    fp8: Literal["hybrid", "e4m3"] | None = None  # None: GEMMs in params_dtype; else refused in this version
     fp8_recipe: str = "delayed"  # its row multiple is what padding aims at; Megatron's default
     moe_router_padding_for_quantization: bool = False  # pad the routing map to the recipe's row multiple
 

@@ -124,9 +124,8 @@ class _ExpertMLP(torch.autograd.Function):
         loop = _ExpertLoop(tokens, replace(ctx.slots, row_ids=row_ids))
         grad_tokens = loop.new_sums(tokens)  # [R, H]
         grad_probs = None if probs is None else torch.empty_like(probs)
-        # Contiguous whatever the weights' strides: products are written through views of them.
-        grad_fc1 = torch.empty_like(fc1_weight, memory_format=torch.contiguous_format)  # [L, G, F, H]
-        grad_fc2 = torch.empty_like(fc2_weight, memory_format=torch.contiguous_format)  # [L, H, F]
+        grad_fc1 = _new_gradient(fc1_weight) if ctx.needs_input_grad[2] else None  # [L, G, F, H]
+        grad_fc2 = _new_gradient(fc2_weight) if ctx.needs_input_grad[3] else None  # [L, H, F]
         grad_fc1_bias = torch.empty_like(fc1_weight[..., 0]) if ctx.has_fc1_bias else None
         grad_fc2_bias = None if fc2_bias is None else torch.empty_like(fc2_bias)
         for expert, part in loop.parts():
@@ -137,9 +136,11 @@ class _ExpertMLP(torch.autograd.Function):
             dfirst = torch.empty_like(first)  # [m, G, F]
             p = None if probs is None else probs[part].to(loop.sum_dtype)
             hidden, dp = ctx.activation.forward_backward(first, dh, p, dfirst)  # [m, F], [m]
-            _matmul(dy.t(), loop.cast(hidden, "h"), out=grad_fc2[expert])  # [H, F]
+            if grad_fc2 is not None:
+                _matmul(dy.t(), loop.cast(hidden, "h"), out=grad_fc2[expert])  # [H, F]
             dfirst_cast = loop.cast(dfirst.flatten(1), "dfirst")
-            _matmul(dfirst_cast.t(), x, out=grad_fc1[expert].flatten(0, 1))  # [G * F, H]
+            if grad_fc1 is not None:
+                _matmul(dfirst_cast.t(), x, out=grad_fc1[expert].flatten(0, 1))  # [G * F, H]
             dx = torch.mm(dfirst_cast, w1, out=loop.buffer("y", part, tokens.shape[1]))  # [m, H]
             loop.add(dx.to(loop.sum_dtype), part, grad_tokens)
             if grad_fc1_bias is not None:
@@ -217,6 +218,11 @@ class _ExpertLoop:
         if name not in self.buffers or self.buffers[name].numel() < tensor.numel():
             self.buffers[name] = torch.empty(tensor.numel(), dtype=self.gemm_dtype, device=self.device)
         return self.buffers[name].flatten()[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def _new_gradient(weight: Tensor) -> Tensor:
+    """Return memory for the gradient of a weight [L, ...], contiguous: products are written through views of it."""
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:

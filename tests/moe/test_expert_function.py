@@ -221,3 +221,16 @@ def test_without_ids_and_probs_slot_i_is_row_i_with_weight_1(biases: bool, num_r
     without = {name: leaf for name, leaf in case.leaves.items() if name != "probs"}
     plain = run(replace(case, slots=Slots(counts), leaves=without))
     check(replace(case, slots=ordered, leaves={**case.leaves, "probs": ones}), {**plain, "probs": by_ids["probs"]})
+
+
+@pytest.mark.parametrize("frozen", ["fc1", "fc2"])
+def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
+    case = make(Activation(), torch.float64, random_map(), biases=False)
+    want = run(case)
+    weight = case.leaves.pop(frozen).requires_grad_(False)
+    args = {**case.leaves, frozen: weight}
+    output = expert_mlp(args["tokens"], args["probs"], case.slots, case.activation, args["fc1"], args["fc2"])
+    output.backward(case.grad)
+    assert weight.grad is None
+    for name, leaf in case.leaves.items():
+        assert torch.equal(leaf.grad, want[name]), name
