@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.activations import Activation
+from router.gating import no_autocast
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def expert_mlp(
 ) -> Tensor:
     """Return for each row the sum over its slots of fc2(prob * activation(fc1(row))) + prob * fc2_bias.
 
-    Products run in `gemm_dtype`, activation and sums in fp32 (fp64 for fp64); results are rounded once.
+    Products run in `gemm_dtype`, activation and sums in fp32 (fp64 for fp64); results are rounded once. Autocast does
+    not reach inside.
 
     Args:
         tokens: [R, H].
@@ -79,7 +81,8 @@ def expert_mlp(
 
     Saved for backward: tokens, the first GEMM's output [M, G, F] in the dtype of tokens, row_ids, probs, parameters.
     """
-    return _ExpertMLP.apply(tokens, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, slots, activation)
+    with no_autocast(tokens.device):
+        return _ExpertMLP.apply(tokens, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, slots, activation)
 
 
 class _ExpertMLP(torch.autograd.Function):

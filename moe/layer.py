@@ -16,6 +16,7 @@ from moe.expert_function import gemm_dtype
 from moe.experts import GroupedMLP
 from moe.parallel import ProcessGroups
 from moe.shared_experts import SharedExpertMLP
+from router.gating import no_autocast
 from router.padding import RoutingMapPadding
 from router.router import TopKRouter
 
@@ -113,7 +114,8 @@ class LatentProjection(nn.Linear):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the projected tokens, computed in `gemm_dtype`: [..., in] -> [..., out]."""
         dtype = gemm_dtype(hidden_states.dtype, hidden_states.device)
-        return (hidden_states.to(dtype) @ self.weight.to(dtype).t()).to(hidden_states.dtype)
+        with no_autocast(hidden_states.device):
+            return (hidden_states.to(dtype) @ self.weight.to(dtype).t()).to(hidden_states.dtype)
 
 
 def _latent_projections(config: MoEConfig) -> tuple[nn.Module, nn.Module]:

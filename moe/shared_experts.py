@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.expert_function import Slots, expert_mlp
 from moe.parallel import ProcessGroups
+from router.gating import no_autocast
 
 
 class Linear(nn.Module):
@@ -114,5 +115,6 @@ class SharedExpertMLP(MLP):
         if self.gate_weight is None:
             return self._run(hidden_states, None)
         dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
-        scores = hidden_states.to(dtype) @ self.gate_weight[0].to(dtype)  # [..., H] -> [...]
+        with no_autocast(hidden_states.device):
+            scores = hidden_states.to(dtype) @ self.gate_weight[0].to(dtype)  # [..., H] -> [...]
         return self._run(hidden_states, scores.sigmoid().flatten())

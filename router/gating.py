@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast leaves the dtype of products on the device as it is."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -24,7 +24,7 @@ class _RouterGatingLinear(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(inp, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        with _no_autocast(inp.device):
+        with no_autocast(inp.device):
             logits = inp.to(router_dtype) @ weight.to(router_dtype).t()  # [T, H] -> [T, E]
         return logits if bias is None else logits.add_(bias.to(router_dtype))
 
@@ -33,7 +33,7 @@ class _RouterGatingLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inp, weight = ctx.saved_tensors
         needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        with _no_autocast(grad.device):
+        with no_autocast(grad.device):
             grad_inp = (grad @ weight.to(grad.dtype)).to(inp.dtype) if needs_inp else None  # [T, E] -> [T, H]
             grad_weight = (grad.t() @ inp.to(grad.dtype)).to(weight.dtype) if needs_weight else None  # -> [E, H]
         grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None  # -> [E]

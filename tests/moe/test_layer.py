@@ -347,3 +347,16 @@ def test_describe_names_the_choices_in_use(fields: dict, lines: list[str]) -> No
         assert line in text
     config = replace(build(**fields).config)
     assert MoELayer(config, layer_number=4).describe().startswith("MoELayer 4: hidden 12, 6 experts of width 7")
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    fields = {
+        "moe_shared_expert_intermediate_size": 5,
+        "moe_shared_expert_gate": True,
+        "moe_latent_size": 8,
+        "add_bias_linear": True,
+    }
+    expected = build(**fields)(draw(4, torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = build(**fields)(draw(4, torch.float32))
+    assert torch.equal(result, expected)
