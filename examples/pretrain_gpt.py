@@ -13,9 +13,14 @@ import argparse
 import datetime
 import math
 import os
+import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,71 +30,111 @@ from text_data import VOCAB_SIZE, ByteCorpus, SequenceSampler, default_text_file
 from moe import MoEGPT, ProcessGroups, TransformerConfig, clip_grad_norm, collect_metrics, finalize_gradients
 from moe.arguments import add_config_arguments, add_parallel_arguments, config_from_args, groups_from_args
 from moe.checkpoint import latest_step, load_checkpoint, save_checkpoint
-from moe.parallel import dense_parameters, expert_parameters, sum_over_world
+from moe.checkpoint_folders import whole_steps
+from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, sum_over_world
+
+BATCH_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size")
+STEP_FLAGS = ("train_iters", "exit_interval", "eval_interval", "eval_iters", "save_interval", "ckpt_step")
+NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sample_bytes")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print and exit, so that one rank tells the user and not all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError with argparse's message."""
+        raise ValueError(f"{message}; --help lists the flags.")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser: the config's flags, the parallel sizes and those of training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_config_arguments(parser, TransformerConfig)
     add_parallel_arguments(parser)
     parser.set_defaults(hidden_size=64, num_moe_experts=8, moe_ffn_hidden_size=128, num_layers=2, num_attention_heads=4)
     parser.set_defaults(vocab_size=VOCAB_SIZE, moe_aux_loss_coeff=0.01)
-    group = parser.add_argument_group("training")
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL")
-    group.add_argument(
-        "--distributed-timeout-minutes", type=float, default=5.0, help="a collective that waits longer ends the job"
-    )
-    group.add_argument(
-        "--data-path", nargs="*", help="text files or folders; default: Python's standard library sources"
-    )
-    group.add_argument("--seq-length", type=int, default=64, help="bytes of a sequence")
-    group.add_argument("--micro-batch-size", type=int, default=4, help="sequences of a rank in one forward")
-    group.add_argument(
-        "--global-batch-size", type=int, help="sequences of a step over all ranks; default: one micro-batch a rank"
-    )
-    group.add_argument("--train-iters", type=int, default=50, help="optimizer steps in all")
-    group.add_argument("--exit-interval", type=int, help="stop after this many steps in all, as if interrupted")
-    group.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-    group.add_argument("--min-lr", type=float, default=3e-4, help="learning rate at the last step")
-    group.add_argument("--lr-warmup-iters", type=int, default=10, help="steps of linear warm-up; a cosine follows")
-    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; norms and biases have none")
-    group.add_argument("--adam-beta1", type=float, default=0.9)
-    group.add_argument("--adam-beta2", type=float, default=0.95)
-    group.add_argument("--adam-eps", type=float, default=1e-8)
-    group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm")
-    group.add_argument("--seed", type=int, default=1234, help="of initial weights and of the order of the data")
-    group.add_argument("--eval-interval", type=int, default=25, help="steps between two looks at the held-out text")
-    group.add_argument("--eval-iters", type=int, default=4, help="micro-batches of a rank in one look")
-    group.add_argument("--save", type=Path, help="folder for checkpoints")
-    group.add_argument(
-        "--save-interval", type=int, default=50, help="steps between two checkpoints; the last step is saved too"
-    )
-    group.add_argument("--load", type=Path, help="go on from the latest checkpoint in this folder, if there is one")
-    group.add_argument("--output-dir", type=Path, help="folder for metrics.jsonl, pictures and the TensorBoard log")
-    group.add_argument("--sample-bytes", type=int, default=160, help="length of the text sampled at the end; 0: none")
+    add = parser.add_argument_group("training").add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL")
+    add("--distributed-timeout-minutes", type=float, default=5.0, help="a collective that waits longer ends the job")
+    add("--data-path", nargs="*", help="text files or folders; default: Python's standard library sources")
+    add("--seq-length", type=int, default=64, help="bytes of a sequence")
+    add("--micro-batch-size", type=int, default=4, help="sequences of a rank in one forward")
+    add("--global-batch-size", type=int, help="sequences of a step over all ranks; default: one micro-batch a rank")
+    add("--train-iters", type=int, default=50, help="optimizer steps in all")
+    add("--exit-interval", type=int, help="stop after this many steps in all, as if interrupted")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--min-lr", type=float, default=3e-4, help="learning rate at the last step")
+    add("--lr-warmup-iters", type=int, default=10, help="steps of linear warm-up; a cosine follows")
+    add("--weight-decay", type=float, default=0.1, help="of matrices; norms and biases have none")
+    add("--adam-beta1", type=float, default=0.9)
+    add("--adam-beta2", type=float, default=0.95)
+    add("--adam-eps", type=float, default=1e-8)
+    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--seed", type=int, default=1234, help="of initial weights and of the order of the data")
+    add("--eval-interval", type=int, default=25, help="steps between two looks at the held-out text")
+    add("--eval-iters", type=int, default=4, help="micro-batches of a rank in one look")
+    add("--save", type=Path, help="folder for checkpoints")
+    add("--save-interval", type=int, default=50, help="steps between two checkpoints; the last step is saved too")
+    add("--load", type=Path, help="go on from the latest checkpoint in this folder, if there is one")
+    add("--ckpt-step", type=int, help="load the checkpoint of this step, not the latest")
+    add("--output-dir", type=Path, help="folder for metrics.jsonl, pictures and the TensorBoard log")
+    add("--sample-bytes", type=int, default=160, help="length of the text sampled at the end; 0: none")
     return parser
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for training flags out of range."""
-    for name in ("seq_length", "micro_batch_size", "train_iters", "eval_interval", "eval_iters", "save_interval"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1.")
+    for name in BATCH_FLAGS + STEP_FLAGS + NOT_NEGATIVE:
+        value, lowest = getattr(args, name), 0 if name in NOT_NEGATIVE else 1
+        if value is not None and not lowest <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} ({value}) must be a finite number and at least {lowest}.")
+    if not 0 < args.distributed_timeout_minutes < math.inf:
+        raise ValueError(f"--distributed-timeout-minutes ({args.distributed_timeout_minutes}) must be above 0.")
+    if args.vocab_size < VOCAB_SIZE:
+        raise ValueError(f"--vocab-size ({args.vocab_size}) must be at least {VOCAB_SIZE}: a token is a byte.")
+    if args.ckpt_step is not None and args.load is None:
+        raise ValueError(f"--ckpt-step ({args.ckpt_step}) says which checkpoint of --load to take; give --load too.")
+    if args.load and args.load.exists() and not args.load.is_dir():
+        raise ValueError(f"--load ({args.load}) must be a folder that --save wrote.")
     if args.params_dtype == torch.float16:
         raise ValueError("--fp16 needs loss scaling, which this script does not have; use --bf16 or fp32.")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch sees no GPU; use --device cpu.")
+    num_gpus, num_ranks_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.device == "cuda" and num_gpus < num_ranks_here:
+        raise ValueError(f"--device cuda: {num_gpus} GPUs for {num_ranks_here} ranks; start fewer or use --device cpu.")
 
 
-def start_process_group(args: argparse.Namespace) -> None:
+def start_process_group(device: str = "cpu", timeout_minutes: float = 1.0) -> None:
     """Join the other ranks if torchrun started this process; else stay alone."""
     if "WORLD_SIZE" not in os.environ:
         return
-    if args.device == "cuda":
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=timeout)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+
+
+@contextmanager
+def refused_once() -> Iterator[None]:
+    """Run a block of the set-up on every rank; what the user can mend is told once, and all ranks exit with 2.
+
+    Collectives: one all_ranks_succeeded, and a second one after rank 0 has printed: torchrun ends all once one leaves.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = caught
+    if error and not dist.is_initialized():
+        start_process_group()
+    texts = all_ranks_succeeded(error)
+    failed = [rank for rank, text in enumerate(texts) if text]
+    if failed:
+        where = "" if len(failed) == len(texts) else f"rank {failed[0]}: "
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            text = texts[failed[0]].removeprefix("ValueError: ")
+            print(f"pretrain_gpt.py: {where}{text}", file=sys.stderr, flush=True)
+        all_ranks_succeeded(None)
+        sys.exit(2)
 
 
 def num_microbatches(args: argparse.Namespace, groups: ProcessGroups) -> int:
@@ -106,14 +151,11 @@ def num_microbatches(args: argparse.Namespace, groups: ProcessGroups) -> int:
 
 def build_optimizer(model: MoEGPT, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return AdamW; expert parameters (DTensors when sharded) stand in groups of their own."""
-    param_groups = []
-    for parameters in (dense_parameters(model), expert_parameters(model)):
-        matrices = [p for p in parameters if p.ndim > 1]
-        others = [p for p in parameters if p.ndim <= 1]
-        param_groups += [
-            {"params": matrices, "weight_decay": args.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+    param_groups = [
+        {"params": [p for p in parameters if (p.ndim > 1) == is_matrix], "weight_decay": args.weight_decay * is_matrix}
+        for parameters in (dense_parameters(model), expert_parameters(model))
+        for is_matrix in (True, False)
+    ]
     param_groups = [group for group in param_groups if group["params"]]
     return torch.optim.AdamW(param_groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
 
@@ -129,29 +171,29 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 class Trainer:
     """The state of a run: model, optimizer, data and where it writes."""
 
-    def __init__(self, args: argparse.Namespace, config: TransformerConfig, groups: ProcessGroups) -> None:
-        self.args, self.groups = args, groups
-        self.rank, self.num_ranks = groups.dp.rank(), groups.dp.size()
+    def __init__(self, args: argparse.Namespace, config: TransformerConfig, corpus: ByteCorpus) -> None:
+        self.args, self.corpus, self.groups = args, corpus, groups_from_args(args, args.device)
+        self.rank, self.num_ranks = self.groups.dp.rank(), self.groups.dp.size()
         self.device = torch.device(args.device)
-        self.num_microbatches = num_microbatches(args, groups)
-        files, num_binary = (default_text_files(), 0) if not args.data_path else find_text_files(args.data_path)
-        self.corpus = ByteCorpus.from_files(files)
-        self.train_data = SequenceSampler(self.corpus.train, args.seq_length, args.micro_batch_size, args.seed)
-        self.heldout_data = SequenceSampler(self.corpus.valid, args.seq_length, args.micro_batch_size, args.seed)
+        self.num_microbatches = num_microbatches(args, self.groups)
+        self.tokens_per_step = self.num_ranks * self.num_microbatches * args.micro_batch_size * args.seq_length
+        self.train_data = SequenceSampler(corpus.train, args.seq_length, args.micro_batch_size, args.seed)
+        self.heldout_data = SequenceSampler(corpus.valid, args.seq_length, args.micro_batch_size, args.seed)
         torch.manual_seed(args.seed)
-        self.model = MoEGPT(config, groups).to(self.device)
+        self.model = MoEGPT(config, self.groups).to(self.device)
         self.optimizer = build_optimizer(self.model, args)
         self.step = self._resume()
         self.say(
-            f"{len(files)} text files ({num_binary} binary files left out), {len(self.corpus.train):,} bytes to train"
-            f" on, {len(self.corpus.valid):,} held out; {self.num_ranks} ranks, {self.num_microbatches} micro-batches"
-            f" of {args.micro_batch_size} x {args.seq_length} bytes a step"
+            f"{corpus.num_files} text files, {len(corpus.train):,} bytes to train on, {len(corpus.valid):,} held out;"
+            f" {self.num_ranks} ranks, {self.num_microbatches} micro-batches of {args.micro_batch_size} x"
+            f" {args.seq_length} bytes a step"
         )
         layers = self.model.moe_layers()
         self.say(next(iter(layers.values())).describe() if layers else "no MoE layer: every block is dense")
-        self.log = None
-        if args.output_dir and self.rank == 0:
-            self.log = RunLog(args.output_dir, use_tensorboard=True)
+        if args.save and self.rank == 0:
+            self._check_save_folder()
+        self.log = RunLog(args.output_dir, use_tensorboard=True) if args.output_dir and self.rank == 0 else None
+        if self.log:
             self.log.truncate_after(self.step)
 
     def say(self, text: str) -> None:
@@ -160,15 +202,40 @@ class Trainer:
             print(text, flush=True)
 
     def _resume(self) -> int:
-        """Load the latest checkpoint of --load and return its step; 0 if there is none."""
-        if self.args.load is None:
+        """Load a checkpoint of --load and return its step; 0 if there is none. The flags' hyper-parameters stay."""
+        args = self.args
+        if args.load is None:
             return 0
-        if latest_step(self.args.load) is None:
-            self.say(f"no checkpoint in {self.args.load}: starting from scratch")
+        # A crash may leave a first checkpoint whole and not yet named as the latest.
+        newest = args.ckpt_step or latest_step(args.load) or max(whole_steps(args.load), default=None)
+        if newest is None:
+            self.say(f"no checkpoint in {args.load}: starting from scratch")
             return 0
-        loaded = load_checkpoint(self.args.load, self.model, self.optimizer)
+        kept = ("weight_decay", "betas", "eps")
+        options = [{key: group[key] for key in kept} for group in self.optimizer.param_groups]
+        try:
+            loaded = load_checkpoint(args.load, self.model, self.optimizer, step=newest)
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error} Another step is loaded by --ckpt-step.") from error
+        for group, option in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(option)
         self.say(f"resumed from {loaded.path} at step {loaded.step}")
         return loaded.step
+
+    def _check_save_folder(self) -> None:
+        """Raise OSError before the training if --save cannot be written; warn of a run that it will write over."""
+        folder = self.args.save
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if (newest := latest_step(folder) or 0) > self.step:
+            self.say(f"{folder} names step {newest} as its latest; this run starts at {self.step} and will rename it")
+
+    def _save(self, loss: float) -> None:
+        """Save a checkpoint. Raises OSError on all ranks where one could not write."""
+        try:
+            save_checkpoint(self.args.save, self.step, self.model, self.optimizer, extra={"loss": loss})
+        except (RuntimeError, ValueError) as error:
+            raise OSError(f"{error}; earlier checkpoints are untouched.") from error
 
     def train_step(self) -> dict:
         """Run one optimizer step and return its record."""
@@ -183,18 +250,22 @@ class Trainer:
             loss.backward()
             loss_sum += loss.detach()
         finalize_gradients(self.model, self.groups, self.num_microbatches)
-        grad_norm = clip_grad_norm(self.model, args.clip_grad, self.groups)
+        grad_norm = clip_grad_norm(self.model, args.clip_grad or math.inf, self.groups).item()
+        mean_loss = sum_over_world(loss_sum, self.groups).item() / (self.num_ranks * self.num_microbatches)
+        if not math.isfinite(mean_loss) or not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the loss is {mean_loss} and the gradient norm {grad_norm}: stopped before weights or checkpoints are"
+                f" spoilt; try a lower --lr ({args.lr})"
+            )
         self.optimizer.step()
         self.step += 1
         metrics = collect_metrics(self.model, self.groups)
-        mean_loss = sum_over_world(loss_sum, self.groups).item() / (self.num_ranks * self.num_microbatches)
-        num_tokens = self.num_ranks * self.num_microbatches * args.micro_batch_size * args.seq_length
         return {
             "step": self.step,
             "loss": mean_loss,
             "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": grad_norm.item(),
-            "tokens_per_s": num_tokens / (time.perf_counter() - started),
+            "grad_norm": grad_norm,
+            "tokens_per_s": self.tokens_per_step / (time.perf_counter() - started),
             "load_imbalance": metrics.load_imbalance.tolist(),
             "expert_load": metrics.tokens_per_expert.tolist(),
             "aux_loss": metrics.aux_loss.mean().item() if len(metrics.layer_names) else 0.0,
@@ -206,12 +277,11 @@ class Trainer:
         """Return the loss on the held-out text in nats per byte, the same windows at every call."""
         self.model.eval()
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
-        for inputs, targets in self.heldout_data.heldout_batches(
-            self.args.eval_iters * self.num_ranks, self.rank, self.num_ranks
-        ):
+        num_batches = self.args.eval_iters * self.num_ranks
+        for inputs, targets in self.heldout_data.heldout_batches(num_batches, self.rank, self.num_ranks):
             losses += self.model(inputs.to(self.device), targets.to(self.device))
         self.model.train()
-        return sum_over_world(losses, self.groups).item() / (self.args.eval_iters * self.num_ranks)
+        return sum_over_world(losses, self.groups).item() / num_batches
 
     @torch.no_grad()
     def sample(self, prompt: bytes, num_bytes: int, generator: torch.Generator) -> str:
@@ -220,7 +290,7 @@ class Trainer:
         self.model.eval()
         for _ in range(num_bytes):
             window = torch.tensor([text[-self.args.seq_length :]], device=self.device)  # [1, S]
-            scores = self.model(window)[0, -1].float().cpu() / 0.8  # [V]
+            scores = self.model(window)[0, -1, :VOCAB_SIZE].float().cpu() / 0.8  # [V]
             text.append(int(torch.multinomial(scores.softmax(-1), 1, generator=generator)))
         self.model.train()
         return bytes(text).decode("utf-8", errors="replace")
@@ -236,19 +306,12 @@ class Trainer:
             if self.step % args.eval_interval == 0 or self.step == last_step:
                 record["eval_loss"] = self.evaluate()
             if bar:
-                imbalance = max(record["load_imbalance"], default=1.0)
-                eval_loss = record.get("eval_loss")
-                bar.update(
-                    self.step,
-                    loss=record["loss"],
-                    tokens_per_s=record["tokens_per_s"],
-                    imbalance=imbalance,
-                    eval_loss=eval_loss,
-                )
+                shown = {name: record.get(name) for name in ("loss", "tokens_per_s", "eval_loss")}
+                bar.update(self.step, **shown, imbalance=max(record["load_imbalance"], default=1.0))
             if self.log:
                 self.log.write(record)
             if args.save and (self.step % args.save_interval == 0 or self.step == last_step):
-                save_checkpoint(args.save, self.step, self.model, self.optimizer, extra={"loss": record["loss"]})
+                self._save(record["loss"])
         if bar:
             bar.close()
         if record:
@@ -267,11 +330,10 @@ class Trainer:
             return
         unigram = self.corpus.unigram_entropy()
         files = self._draw(unigram) if self.log else []
-        batch = args.micro_batch_size * self.num_ranks * self.num_microbatches
         print(
             summary_table(
                 num_steps=num_steps,
-                num_tokens=num_steps * batch * args.seq_length,
+                num_tokens=num_steps * self.tokens_per_step,
                 seconds=seconds,
                 train_loss=record["loss"],
                 heldout_loss=record["eval_loss"],
@@ -288,37 +350,46 @@ class Trainer:
         try:
             draw_loss(read_metrics(self.log.path), folder / "loss.png", unigram_nats)
             files.append(folder / "loss.png")
-            draw_expert_load(read_metrics(self.log.path), folder / "expert_load.png")
-            files.append(folder / "expert_load.png")
+            if self.model.moe_layers():
+                draw_expert_load(read_metrics(self.log.path), folder / "expert_load.png")
+                files.append(folder / "expert_load.png")
         except ImportError as error:
             print(f"no pictures: {error}")
         return files
 
 
+def report_stop(trainer: Trainer, reason: str) -> None:
+    """Say on standard error why this rank stops and how to go on."""
+    lines = [f"\nrank {trainer.rank}: stopped in step {trainer.step + 1}: {reason}"]
+    if trainer.num_ranks > 1:
+        lines.append("A closed connection, a timeout or a signal says that another rank died: torchrun names it below.")
+    if trainer.args.save:
+        lines.append(f"The same command with --load {trainer.args.save} goes on from the last checkpoint.")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Read the flags, join the ranks, train."""
-    args = build_parser().parse_args()
-    rank = int(os.environ.get("RANK", "0"))
-    trainer = None
-    try:
+    sys.stdout.reconfigure(errors="replace")  # sampled bytes are any text; the terminal may know ASCII alone
+    with refused_once():
+        args = build_parser().parse_args()
         check_arguments(args)
         config = config_from_args(args, TransformerConfig)
-        start_process_group(args)
-        trainer = Trainer(args, config, groups_from_args(args, args.device))
+        files, num_binary = find_text_files(args.data_path) if args.data_path else (default_text_files(), 0)
+        corpus = ByteCorpus.from_files(files)
+        start_process_group(args.device, args.distributed_timeout_minutes)
+    with refused_once():
+        trainer = Trainer(args, config, corpus)
+    if num_binary:
+        trainer.say(f"{num_binary} binary files left out")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what torchrun sends when another rank has died
+    try:
         trainer.train()
-    except (ValueError, FileNotFoundError) as error:
-        if rank == 0:
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except (dist.DistError, RuntimeError) as error:
-        step = trainer.step if trainer else 0
-        print(
-            f"\nrank {rank}: stopped in step {step + 1}: {error}\nIf the message speaks of a closed connection or a"
-            " timeout, another rank has died or hung: torchrun's summary names it. The same command with --load"
-            f" {args.save or 'FOLDER'} goes on from the last checkpoint.",
-            file=sys.stderr,
-            flush=True,
-        )
+    except (OSError, FloatingPointError, KeyboardInterrupt) as error:
+        report_stop(trainer, str(error) or "ended by a signal from outside")
+        sys.exit(1)
+    except RuntimeError as error:  # a traceback follows: it may be a fault of this program
+        report_stop(trainer, str(error))
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ import inspect
 import re
 import types
 import typing
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -23,6 +23,11 @@ PARALLEL_SIZES = {
     "tensor_model_parallel_size": "TP: ranks that hold slices of the same sequences",
     "context_parallel_size": "CP: ranks that hold context slices of the same sequences",
 }
+SHORTHANDS = {
+    "swiglu": {"gated_linear_unit": True, "activation_func": "silu"},
+    "squared_relu": {"gated_linear_unit": False, "activation_func": "squared_relu"},
+}
+MAX_LAYERS = 10000  # a longer --moe-layer-freq is a slip
 Config = TypeVar("Config")
 
 
@@ -51,9 +56,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
         note = notes.get(field.name, "").replace("%", "%%")
         default = None if field.default is dataclasses.MISSING else field.default
         if field.name == "params_dtype":
+            dtypes = group.add_mutually_exclusive_group()
             for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64)):
                 help_text = f"parameters in {name} (default fp32)"
-                group.add_argument(f"--{name}", dest="params_dtype", action="store_const", const=dtype, help=help_text)
+                dtypes.add_argument(f"--{name}", dest="params_dtype", action="store_const", const=dtype, help=help_text)
             parser.set_defaults(params_dtype=torch.float32)
         elif hints[field.name] is bool:
             action = argparse.BooleanOptionalAction if default else "store_true"
@@ -87,13 +93,16 @@ def config_from_args(args: argparse.Namespace, config_class: type[Config]) -> Co
     missing = [flag_of(f.name) for f in fields if f.default is dataclasses.MISSING and values[f.name] is None]
     if missing:
         raise ValueError(f"These flags are required: {', '.join(missing)}.")
-    swiglu, squared_relu = getattr(args, "swiglu", False), getattr(args, "squared_relu", False)
-    if swiglu and squared_relu:
+    if getattr(args, "swiglu", False) and getattr(args, "squared_relu", False):
         raise ValueError("--swiglu and --squared-relu contradict each other; give one of them.")
-    if swiglu:
-        values.update(gated_linear_unit=True, activation_func="silu")
-    if squared_relu:
-        values.update(gated_linear_unit=False, activation_func="squared_relu")
+    defaults = {field.name: field.default for field in fields}
+    for shorthand, meaning in SHORTHANDS.items():
+        if not getattr(args, shorthand, False):
+            continue
+        for name, value in meaning.items():
+            if values[name] not in (value, defaults[name]):
+                raise ValueError(f"{flag_of(name)} ({values[name]}) contradicts {flag_of(shorthand)} ({value}).")
+        values.update(meaning)
     return config_class(**values)
 
 
@@ -122,6 +131,10 @@ def _value_options(hint: Any, name: str) -> dict[str, Any]:
 def _layer_pattern(text: str) -> int | tuple[int, ...]:
     """Read Megatron's --moe-layer-freq: a number, or a list such as "[0]*1+[1]*3" (1: MoE, 0: dense)."""
 
+    def refuse() -> NoReturn:
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is neither a number nor a list such as [0]*1+[1]*3.")
+
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
@@ -131,14 +144,14 @@ def _layer_pattern(text: str) -> int | tuple[int, ...]:
             left, right = value(node.left), value(node.right)
             if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
                 return left + right
-            if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right <= 10000:
-                return left * right
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*3.")
+            if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+                return left * right if len(left) * right <= MAX_LAYERS else refuse()
+        return refuse()
 
     try:
         parsed = value(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*3.") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # all that ast.parse raises on hostile text
+        refuse()
     return parsed if isinstance(parsed, int) else tuple(parsed)
 
 

@@ -29,7 +29,7 @@ class RouterConfig:
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"  # from logits to scores
     moe_router_pre_softmax: bool = False  # softmax over all E before top-k; else over the K chosen logits
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"  # logits, scores and probs; bf16 logits tie and flip choices
-    moe_router_fusion: bool = False  # one autograd function for score + top-k + scatter; fewer saved bytes
+    moe_router_fusion: bool = False  # one autograd function for score + top-k + scatter, bitwise the same values
     moe_router_load_balancing_type: Literal["aux_loss", "none"] = "aux_loss"  # with a coefficient of 0: no loss
     moe_aux_loss_coeff: float = 0.0  # weight of the switch load-balancing loss
     moe_z_loss_coeff: float = 0.0  # weight of the router z-loss

@@ -22,7 +22,7 @@ def _with_gradient(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
-@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("topk", [1, 2, 3])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_losses_equal_the_reference(score_function: str, topk: int, num_tokens: int, dtype: torch.dtype) -> None:
     logits = torch.randn(num_tokens, NUM_EXPERTS, dtype=dtype).mul(2).requires_grad_()
