@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with argparse's message."""
-        raise ValueError(f"{message}; --help lists the flags.")
+        raise ValueError(f"{message.rstrip('.')}; --help lists the flags.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -216,7 +216,7 @@ class Trainer:
         try:
             loaded = load_checkpoint(args.load, self.model, self.optimizer, step=newest)
         except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{error} Another step is loaded by --ckpt-step.") from error
+            raise ValueError(f"{error} --ckpt-step STEP loads another one.") from error
         for group, option in zip(self.optimizer.param_groups, options, strict=True):
             group.update(option)
         self.say(f"resumed from {loaded.path} at step {loaded.step}")

@@ -61,18 +61,19 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
                 help_text = f"parameters in {name} (default fp32)"
                 dtypes.add_argument(f"--{name}", dest="params_dtype", action="store_const", const=dtype, help=help_text)
             parser.set_defaults(params_dtype=torch.float32)
+        elif field.name == "add_bias_linear":
+            biases = group.add_mutually_exclusive_group()
+            biases.add_argument(flag_of(field.name), action="store_true", default=default, help=note)
+            biases.add_argument("--disable-bias-linear", dest=field.name, action="store_false", help="the default")
         elif hints[field.name] is bool:
             action = argparse.BooleanOptionalAction if default else "store_true"
             group.add_argument(flag_of(field.name), dest=field.name, action=action, default=default, help=note)
         else:
             options = _value_options(hints[field.name], field.name)
             group.add_argument(flag_of(field.name), dest=field.name, default=default, help=note, **options)
-    names = {field.name for field in dataclasses.fields(config_class)}
-    if "activation_func" in names:
+    if "activation_func" in hints:
         group.add_argument("--swiglu", action="store_true", help="gated silu; the default here")
         group.add_argument("--squared-relu", action="store_true", help="ungated squared ReLU")
-    if "add_bias_linear" in names:
-        group.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false", help="the default")
 
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
