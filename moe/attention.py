@@ -27,6 +27,10 @@ class RMSNorm(nn.Module):
         self.epsilon = config.layernorm_epsilon
         self.weight = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
 
+    def reset_parameters(self) -> None:
+        """Set the weight to 1."""
+        nn.init.ones_(self.weight)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., H] in the same dtype."""
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.epsilon)

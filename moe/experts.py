@@ -90,8 +90,13 @@ class GroupedMLP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each expert's weights from its own generator, seeded by torch's default one; zero the biases."""
-        seed = int(torch.randint(1 << 40, ()))  # sync: one number on the host, at construction
+        """Draw each expert's weights from its own generator, seeded by torch's default one; zero the biases.
+
+        On the meta device there is nothing to draw: call it again after `to_empty`.
+        """
+        seed = int(torch.randint(1 << 40, (), device="cpu"))  # sync: one number on the host, at construction
+        if self.linear_fc1.weight.is_meta:
+            return
         for offset, linear in enumerate((self.linear_fc1, self.linear_fc2)):
             weight, f_dim = local_tensor(linear.weight), 1  # one expert: [G, F, H] or [H, F]
             whole = list(weight.shape[1:])

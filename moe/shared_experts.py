@@ -107,8 +107,12 @@ class SharedExpertMLP(MLP):
         super().__init__(config, config.moe_shared_expert_intermediate_size)
         gate = torch.empty(1, config.hidden_size, dtype=config.params_dtype) if config.moe_shared_expert_gate else None
         self.register_parameter("gate_weight", None if gate is None else nn.Parameter(gate))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the gate from a normal distribution (torch's default generator); the linears have their own."""
         if self.gate_weight is not None:
-            nn.init.normal_(self.gate_weight, std=config.init_method_std)
+            nn.init.normal_(self.gate_weight, std=self.config.init_method_std)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the shared expert's output of every token: [..., H] -> [..., H]."""

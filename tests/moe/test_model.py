@@ -98,3 +98,19 @@ def test_every_parameter_learns() -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
+
+
+def test_a_model_built_on_the_meta_device_is_initialised_after_to_empty() -> None:
+    config = replace(CONFIG, moe_shared_expert_intermediate_size=5, moe_shared_expert_gate=True)
+    with torch.device("meta"):
+        model = MoEGPT(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    unset = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    assert unset == []
+    assert model(ids(), ids(2)).isfinite()
