@@ -27,15 +27,26 @@ import torch.distributed as dist
 from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_metrics, summary_table
 from text_data import VOCAB_SIZE, ByteCorpus, SequenceSampler, default_text_files, find_text_files
 
-from moe import MoEGPT, ProcessGroups, TransformerConfig, clip_grad_norm, collect_metrics, finalize_gradients
+from moe import (
+    MoEGPT,
+    ProcessGroups,
+    TransformerConfig,
+    clip_grad_norm,
+    collect_metrics,
+    finalize_gradients,
+    update_expert_bias,
+)
 from moe.arguments import add_config_arguments, add_parallel_arguments, config_from_args, groups_from_args
 from moe.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from moe.checkpoint_folders import whole_steps
+from moe.metrics import LOSSES
 from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, sum_over_world
 
 BATCH_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size")
 STEP_FLAGS = ("train_iters", "exit_interval", "eval_interval", "eval_iters", "save_interval", "ckpt_step")
 NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sample_bytes")
+
+DEFAULT_AUX_LOSS_COEFF = 0.01  # where no type of balancing is asked for
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -52,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_arguments(parser, TransformerConfig)
     add_parallel_arguments(parser)
     parser.set_defaults(hidden_size=64, num_moe_experts=8, moe_ffn_hidden_size=128, num_layers=2, num_attention_heads=4)
-    parser.set_defaults(vocab_size=VOCAB_SIZE, moe_aux_loss_coeff=0.01)
+    parser.set_defaults(vocab_size=VOCAB_SIZE, moe_aux_loss_coeff=None)
     add = parser.add_argument_group("training").add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL")
     add("--distributed-timeout-minutes", type=float, default=5.0, help="a collective that waits longer ends the job")
@@ -248,8 +259,9 @@ class Trainer:
             inputs, targets = self.train_data.batch(self.step, micro_step, self.rank, self.num_ranks)
             loss = self.model(inputs.to(self.device), targets.to(self.device))  # [B, S], [B, S] -> []
             loss.backward()
-            loss_sum += loss.detach()
-        finalize_gradients(self.model, self.groups, self.num_microbatches)
+            loss_sum += self._per_token(loss.detach(), targets)
+        num_tokens = targets.numel() * self.num_microbatches if self.model.config.calculate_per_token_loss else None
+        finalize_gradients(self.model, self.groups, self.num_microbatches, num_tokens=num_tokens)
         grad_norm = clip_grad_norm(self.model, args.clip_grad or math.inf, self.groups).item()
         mean_loss = sum_over_world(loss_sum, self.groups).item() / (self.num_ranks * self.num_microbatches)
         if not math.isfinite(mean_loss) or not math.isfinite(grad_norm):
@@ -258,6 +270,7 @@ class Trainer:
                 f" spoilt; try a lower --lr ({args.lr})"
             )
         self.optimizer.step()
+        update_expert_bias(self.model, self.groups)
         self.step += 1
         metrics = collect_metrics(self.model, self.groups)
         return {
@@ -268,9 +281,13 @@ class Trainer:
             "tokens_per_s": self.tokens_per_step / (time.perf_counter() - started),
             "load_imbalance": metrics.load_imbalance.tolist(),
             "expert_load": metrics.tokens_per_expert.tolist(),
-            "aux_loss": metrics.aux_loss.mean().item() if len(metrics.layer_names) else 0.0,
-            "z_loss": metrics.z_loss.mean().item() if len(metrics.layer_names) else 0.0,
+            **{name: getattr(metrics, name).mean().item() if len(metrics.layer_names) else 0.0 for name in LOSSES},
+            "drop_rate": metrics.drop_rate.tolist(),
         }
+
+    def _per_token(self, loss: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss per token of a batch, whichever of mean and sum the model gives."""
+        return loss / targets.numel() if self.model.config.calculate_per_token_loss else loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -279,7 +296,7 @@ class Trainer:
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
         num_batches = self.args.eval_iters * self.num_ranks
         for inputs, targets in self.heldout_data.heldout_batches(num_batches, self.rank, self.num_ranks):
-            losses += self.model(inputs.to(self.device), targets.to(self.device))
+            losses += self._per_token(self.model(inputs.to(self.device), targets.to(self.device)), targets)
         self.model.train()
         return sum_over_world(losses, self.groups).item() / num_batches
 
@@ -374,6 +391,9 @@ def main() -> None:
     with refused_once():
         args = build_parser().parse_args()
         check_arguments(args)
+        if args.moe_aux_loss_coeff is None:
+            is_default = args.moe_router_load_balancing_type == "aux_loss" and args.moe_router_type == "topk"
+            args.moe_aux_loss_coeff = DEFAULT_AUX_LOSS_COEFF if is_default else 0.0
         config = config_from_args(args, TransformerConfig)
         files, num_binary = find_text_files(args.data_path) if args.data_path else (default_text_files(), 0)
         corpus = ByteCorpus.from_files(files)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 
 from moe.parallel import ProcessGroups
+from router.config import BALANCING_TYPES
 
 # Fields whose flag is not their name with dashes.
 FLAGS = {"num_moe_experts": "--num-experts", "fp8": "--fp8-format", "layernorm_epsilon": "--norm-epsilon"}
@@ -91,6 +92,9 @@ def config_from_args(args: argparse.Namespace, config_class: type[Config]) -> Co
     """
     fields = dataclasses.fields(config_class)  # type: ignore[arg-type]  # every config class is a dataclass
     values = {field.name: getattr(args, field.name) for field in fields}
+    for name, value in values.items():
+        if isinstance(value, list):  # a flag with several values; one value is the value itself
+            values[name] = value[0] if len(value) == 1 else tuple(value)
     missing = [flag_of(f.name) for f in fields if f.default is dataclasses.MISSING and values[f.name] is None]
     if missing:
         raise ValueError(f"These flags are required: {', '.join(missing)}.")
@@ -118,8 +122,8 @@ def groups_from_args(args: argparse.Namespace, device_type: str) -> ProcessGroup
 
 def _value_options(hint: Any, name: str) -> dict[str, Any]:
     """Return argparse's type and choices for a type hint."""
-    if name == "moe_layer_freq":
-        return {"type": _layer_pattern}
+    if name in SPECIAL:
+        return SPECIAL[name]
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [k for k in typing.get_args(hint) if k is not type(None)] if is_union else [hint]
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
@@ -154,6 +158,15 @@ def _layer_pattern(text: str) -> int | tuple[int, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # all that ast.parse raises on hostile text
         refuse()
     return parsed if isinstance(parsed, int) else tuple(parsed)
+
+
+# Fields whose type has no form of its own. Without a value, --moe-router-force-load-balancing is Megatron's switch.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "moe_layer_freq": {"type": _layer_pattern},
+    "moe_router_load_balancing_type": {"nargs": "+", "choices": BALANCING_TYPES},
+    "moe_aux_loss_coeff": {"nargs": "+", "type": float},
+    "moe_router_force_load_balancing": {"nargs": "?", "const": "random", "choices": ("random", "balanced")},
+}
 
 
 def field_comments(config_class: type) -> dict[str, str]:

@@ -34,11 +34,13 @@ class MoETransformerBlock(nn.Module):
         self.input_layernorm = RMSNorm(config)
         self.self_attention = SelfAttention(config)
         self.pre_mlp_layernorm = RMSNorm(config)
-        is_moe = config.is_moe_layer(layer_number - 1)
+        self.is_moe = config.is_moe_layer(layer_number - 1)
         dense_width = config.ffn_hidden_size or 4 * config.hidden_size
-        self.mlp = MoELayer(config, groups, layer_number) if is_moe else MLP(config, dense_width)
+        self.mlp = MoELayer(config, groups, layer_number) if self.is_moe else MLP(config, dense_width)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H]."""
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H]; padding_mask [S, B] bool, True = padding, is for the router of a MoE block."""
         hidden_states = hidden_states + self.self_attention(self.input_layernorm(hidden_states))
-        return hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states))
+        mlp_input = self.pre_mlp_layernorm(hidden_states)
+        mlp_output = self.mlp(mlp_input, padding_mask) if self.is_moe else self.mlp(mlp_input)
+        return hidden_states + mlp_output

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from dispatchers.config import DispatcherConfig
 from moe.activations import Activation, ActivationName
+from moe.presets import preset_fields
 from moe.quantization.recipes import RECIPES
 from router.config import RouterConfig, check_choice, check_positive
+
+Config = TypeVar("Config", bound="MoEConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,19 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
     Raises:
         ValueError: a value out of range, or fields that contradict each other.
     """
+
+    @classmethod
+    def preset(cls: type[Config], name: str, **overrides: Any) -> Config:
+        """Return the settings of a published model's MoE layer.
+
+        Args:
+            name: "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss" or "glm4_moe".
+            overrides: fields that differ from the published ones, for example smaller sizes.
+
+        Raises:
+            ValueError: an unknown name, or a value that does not fit the rest.
+        """
+        return cls(**{**preset_fields(name), **overrides})
 
     def __post_init__(self) -> None:
         """Run the checks of every part."""

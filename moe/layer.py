@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,9 +13,14 @@ from moe.expert_function import gemm_dtype
 from moe.experts import GroupedMLP
 from moe.parallel import ProcessGroups
 from moe.shared_experts import SharedExpertMLP
+from moe.zero_experts import ZeroComputationExperts
+from router.collectives import deepcopy_sharing_groups
+from router.expert_choice import ExpertChoiceRouter
 from router.gating import no_autocast
 from router.padding import RoutingMapPadding
 from router.router import TopKRouter
+
+ROUTERS = {"topk": TopKRouter, "expert_choice": ExpertChoiceRouter}
 
 
 class MoELayer(nn.Module):
@@ -34,6 +36,7 @@ class MoELayer(nn.Module):
     Attributes:
         router, routing_map_padding, token_dispatcher, experts: the stages.
         shared_experts: SharedExpertMLP, or None.
+        zero_experts: ZeroComputationExperts, or None.
         fc1_latent_proj, fc2_latent_proj: into and out of moe_latent_size; identities without it.
 
     Raises:
@@ -43,29 +46,45 @@ class MoELayer(nn.Module):
     def __init__(self, config: MoEConfig, groups: ProcessGroups | None = None, layer_number: int | None = None) -> None:
         super().__init__()
         self.config, self.groups, self.layer_number = config, groups, layer_number
-        self.router = TopKRouter(config, groups)
+        self.router = ROUTERS[config.moe_router_type](config, groups)
         self.routing_map_padding = RoutingMapPadding(config.pad_multiple)
         self.token_dispatcher = MoEAlltoAllTokenDispatcher(config, groups, pad_multiple=config.pad_multiple)
         self.experts = GroupedMLP(config, groups)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExpertMLP(config, groups) if has_shared else None
+        self.zero_experts = ZeroComputationExperts(config) if config.num_zero_experts else None
         self.fc1_latent_proj, self.fc2_latent_proj = _latent_projections(config)
         self.run = _recomputed if config.moe_layer_recompute else _directly
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Return the layer's output, without the residual.
 
         Args:
             hidden_states: [S, B, H] in the dtype of the parameters. Under TP or CP: this rank's slice of the sequence.
+            padding_mask: [S, B] bool, True = padding: such tokens are routed nowhere, and their output is 0.
+            cu_seqlens: [N + 1] int, offsets of N sequences packed into this rank's tokens (B = 1); for seq_aux_loss.
 
         Returns:
             [S, B, H] in the dtype of hidden_states.
 
         Collectives: those of the router and of the dispatcher. Host syncs: one, the dispatcher's.
         """
-        probs, routing_map = self.router(hidden_states)  # [S, B, H] -> [T, E], [T, E]
+        if padding_mask is not None:
+            hidden_states = hidden_states.masked_fill(padding_mask.unsqueeze(-1), 0.0)
+        probs, routing_map = self.router(hidden_states, padding_mask, cu_seqlens)  # [S, B, H] -> [T, E + Z], [T, E + Z]
+        probs, zero_probs, routing_map = self._real(probs, routing_map)  # -> [T, E], [T, Z], [T, E]
         routing_map = self.routing_map_padding(routing_map)  # [T, E] -> [T, E], a padded clone
-        return self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
+        output = self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
+        if self.zero_experts is not None:
+            output = output + self.zero_experts(hidden_states, zero_probs)
+        return output if padding_mask is None else output.masked_fill(padding_mask.unsqueeze(-1), 0.0)
+
+    def _real(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a decision over E real and Z zero-computation experts: probs of both kinds, map of the real ones."""
+        real = self.config.num_moe_experts
+        return probs[:, :real], probs[:, real:], routing_map[:, :real]
 
     def _expert_path(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """Everything after the decision: hidden_states [S, B, H], probs [T, E], routing_map [T, E] -> [S, B, H]."""
@@ -76,16 +95,7 @@ class MoELayer(nn.Module):
         output = self.fc2_latent_proj(latent)  # [S, B, latent] -> [S, B, H]
         return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """Copy parameters, buffers and stages; process groups are shared, because they cannot be copied."""
-        if self.groups is not None:
-            memo[id(self.groups)] = self.groups
-        for module in self.modules():
-            memo.update({id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)})
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__ = deepcopy(self.__dict__, memo)
-        return twin
+    __deepcopy__ = deepcopy_sharing_groups
 
     def describe(self) -> str:
         """Return what this layer is made of and which choices are in use, one line a stage."""
@@ -102,6 +112,7 @@ class MoELayer(nn.Module):
             f"  dispatcher  {config.moe_token_dispatcher_type}, {self.token_dispatcher.extra_repr()}",
             f"  experts     {self.experts.extra_repr()}",
             f"  latent      {config.moe_latent_size or 'off'}",
+            f"  zero        {'none' if self.zero_experts is None else self.zero_experts.extra_repr()}",
             f"  shared      {'none' if shared is None else f'width {shared}, gate {config.moe_shared_expert_gate}'}",
             f"  recompute   {'dispatch, experts, combine' if config.moe_layer_recompute else 'off'}",
         ]

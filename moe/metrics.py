@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from moe.parallel import ProcessGroups, sum_over_world
+from router.config import AUX_LOSSES
 from router.router import TopKRouter
+
+LOSSES = (*AUX_LOSSES, "z_loss")
+COUNTS = ("tokens_per_expert", "dropped_tokens_per_expert", "added_tokens_per_expert")
 
 
 @dataclass(frozen=True)
@@ -17,13 +21,20 @@ class MoEMetrics:
 
     Attributes:
         layer_names: N names of routers in the model.
-        tokens_per_expert: [N, E] int64, slots routed to each expert over all ranks.
-        aux_loss, z_loss: [N] fp64, the last losses without their coefficients, mean over the ranks.
+        tokens_per_expert: [N, E] int64, slots that tokens chose over all ranks, zero-computation experts last.
+        dropped_tokens_per_expert: [N, E] int64, of these, what capacity or token rounding dropped.
+        added_tokens_per_expert: [N, E] int64, slots that token rounding or padding to capacity added.
+        aux_loss, seq_aux_loss, global_aux_loss, z_loss: [N] fp64, the last losses without their coefficients, mean
+            over the ranks.
     """
 
     layer_names: tuple[str, ...]
     tokens_per_expert: Tensor
+    dropped_tokens_per_expert: Tensor
+    added_tokens_per_expert: Tensor
     aux_loss: Tensor
+    seq_aux_loss: Tensor
+    global_aux_loss: Tensor
     z_loss: Tensor
 
     @property
@@ -34,10 +45,15 @@ class MoEMetrics:
             return load.new_zeros(0)
         return load.amax(1) / load.mean(1).clamp(min=torch.finfo(torch.float64).tiny)
 
+    @property
+    def drop_rate(self) -> Tensor:
+        """[N] fp64: dropped slots over chosen slots; 0 if no token was routed."""
+        return self.dropped_tokens_per_expert.sum(1) / self.tokens_per_expert.sum(1).clamp(min=1).double()
+
 
 @torch.no_grad()
 def collect_metrics(model: nn.Module, groups: ProcessGroups) -> MoEMetrics:
-    """Gather the figures of every router over all ranks and zero the routers' counters.
+    """Gather the figures of every router over all ranks and zero the counters of these figures.
 
     Args:
         model: holds N routers, the same on every rank; N may be 0.
@@ -49,19 +65,24 @@ def collect_metrics(model: nn.Module, groups: ProcessGroups) -> MoEMetrics:
     Raises:
         ValueError: routers with different numbers of experts.
 
-    Collectives: one all_reduce of [N, E + 2] fp64 over all ranks. One host sync.
+    Collectives: one all_reduce of [N, 3 E + 4] fp64 over all ranks. One host sync.
     """
     routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
-    sizes = {router.config.num_moe_experts for router in routers.values()}
+    sizes = {router.num_experts for router in routers.values()}
     if len(sizes) > 1:
         raise ValueError(f"All routers must have the same number of experts; this model has {sorted(sizes)}.")
+    num_experts = sizes.pop() if sizes else 0
     rows = [
-        torch.cat([r.tokens_per_expert.double(), r.aux_loss.double()[None], r.z_loss.double()[None]])
-        for r in routers.values()
+        torch.cat([getattr(router, name).double().view(-1) for name in (*COUNTS, *LOSSES)])
+        for router in routers.values()
     ]
-    table = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)  # [N, E + 2]
+    widths = [num_experts] * len(COUNTS) + [1] * len(LOSSES)
+    table = torch.stack(rows) if rows else torch.zeros(0, sum(widths), dtype=torch.float64)  # [N, 3 E + 4]
     table = sum_over_world(table, groups).cpu()  # sync: figures are for people
     for router in routers.values():
-        router.tokens_per_expert.zero_()
-    num_ranks = groups.tp_dp_cp.size()
-    return MoEMetrics(tuple(routers), table[:, :-2].long(), table[:, -2] / num_ranks, table[:, -1] / num_ranks)
+        for name in COUNTS:
+            getattr(router, name).zero_()
+    columns = dict(zip((*COUNTS, *LOSSES), table.split(widths, dim=1), strict=True))
+    counts = {name: columns[name].long() for name in COUNTS}
+    losses = {name: columns[name].squeeze(1) / groups.tp_dp_cp.size() for name in LOSSES}
+    return MoEMetrics(tuple(routers), **counts, **losses)

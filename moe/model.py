@@ -15,6 +15,8 @@ from moe.config import TransformerConfig
 from moe.layer import MoELayer
 from moe.parallel import ProcessGroups
 
+IGNORED_LABEL = -100
+
 
 class MoEGPT(nn.Module):
     """Embedding, blocks, final norm and an output layer of its own weight.
@@ -51,25 +53,35 @@ class MoEGPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the mean next-token loss, or without labels the logits.
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
+        """Return the next-token loss, or without labels the logits.
 
         Args:
             tokens: [B, S] int64 token ids.
-            labels: [B, S] int64, the token that follows each position; None for logits.
+            labels: [B, S] int64, the token that follows each position, -100 where there is none; None for logits.
+            padding_mask: [B, S] bool, True = padding, at the end of sequences: no loss, and invisible to routers.
 
         Returns:
-            With labels [] fp32, the mean cross-entropy over this rank's B * S tokens in nats; else logits [B, S, V].
+            With labels [] fp32, the cross-entropy in nats: the mean over this rank's valid tokens (0 without any), or
+            with calculate_per_token_loss the sum over them; else logits [B, S, V].
         """
         hidden_states = self.embedding(rearrange(tokens, "b s -> s b"))  # [B, S] -> [S, B, H]
+        padding = None if padding_mask is None else rearrange(padding_mask, "b s -> s b")
         for layer in self.layers:
-            hidden_states = layer(hidden_states)  # [S, B, H]
+            hidden_states = layer(hidden_states, padding)  # [S, B, H]
         logits = self.output_layer(self.final_layernorm(hidden_states))  # [S, B, H] -> [S, B, V]
         if labels is None:
             return rearrange(logits, "s b v -> b s v")
-        targets = rearrange(labels, "b s -> (s b)")
+        targets = rearrange(labels, "b s -> s b")
+        if padding is not None:
+            targets = targets.masked_fill(padding, IGNORED_LABEL)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return F.cross_entropy(logits.flatten(0, 1).to(dtype), targets)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).to(dtype), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        if self.config.calculate_per_token_loss:
+            return loss
+        return loss / (targets != IGNORED_LABEL).sum().clamp(min=1)
 
     def moe_layers(self) -> dict[str, MoELayer]:
         """Return the MoE layers by their name in the model, first to last."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dispatchers.collectives import group_of_one
+from router.step import reset_global_aux_loss_tracker
 
 BUCKET_ELEMENTS = 1 << 24
 
@@ -150,31 +151,56 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in experts]
 
 
-def finalize_gradients(model: nn.Module, groups: ProcessGroups, num_microbatches: int = 1) -> None:
-    """Turn each rank's gradients into those of the global objective: the mean over data-parallel ranks and batches.
+def finalize_gradients(
+    model: nn.Module, groups: ProcessGroups, num_microbatches: int = 1, *, num_tokens: int | Tensor | None = None
+) -> None:
+    """Turn each rank's gradients into those of the global objective.
 
-    Call it once per optimizer step, after the backward of every micro-batch. A rank's loss is the mean over its own
-    tokens. Dense gradients are averaged over DP x CP and summed over TP, whose ranks saw slices of the sequence.
-    Expert gradients are summed over EDP and divided by the DP x CP size, not by the EDP size, because an expert has
-    already summed the tokens of its EP group. Both are divided by num_microbatches, auxiliary losses included.
-    A parameter that got no gradient gets zeros, so that every rank takes part in every collective.
+    Call it once per optimizer step, after the backward of every micro-batch. One rule for every scale:
+
+    - By default a rank's loss is the mean over its own tokens, and the objective is the mean over data-parallel ranks
+      and micro-batches. Dense gradients are averaged over DP x CP and summed over TP, whose ranks saw slices of the
+      sequence. Expert gradients are summed over EDP and divided by the DP x CP size, not by the EDP size, because an
+      expert has already summed the tokens of its EP group. Both are divided by num_microbatches.
+    - With calculate_per_token_loss a rank's loss is the sum over its valid tokens, and the objective is that sum over
+      all ranks and micro-batches divided by the number of those tokens: exact where counts differ. Dense gradients are
+      summed over all ranks, expert gradients over EDP, and both are divided by that number.
+
+    Auxiliary losses have arranged for either. A parameter that got no gradient gets zeros, so that every rank takes
+    part in every collective. The global batch of global_aux_loss ends here.
 
     Args:
         model: its parameters' `.grad` are overwritten.
         groups: the groups that the model was built with.
-        num_microbatches: backward passes that were added up in `.grad`.
+        num_microbatches: backward passes that were added up in `.grad`; without effect on per-token losses.
+        num_tokens: this rank's valid tokens in all micro-batches, with calculate_per_token_loss; else None.
 
     Raises:
-        ValueError: num_microbatches < 1.
+        ValueError: num_microbatches < 1; num_tokens missing with calculate_per_token_loss, or given without it.
 
-    Collectives: all_reduce of all dense gradients over tp_dp_cp and of all expert gradients over edp, in buckets and in
-        fp32 (fp64 for fp64). No host sync.
+    Collectives: with num_tokens an all_reduce of [] fp64 over tp_dp_cp; all_reduce of all dense gradients over
+        tp_dp_cp and of all expert gradients over edp, in buckets and in fp32 (fp64 for fp64). No host sync.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 1.")
-    scale = 1.0 / (groups.dp_cp.size() * num_microbatches)
-    _sum_gradients(dense_parameters(model), groups.tp_dp_cp, scale)
-    _sum_gradients(expert_parameters(model), groups.edp, scale)
+    for name, module in model.named_modules():
+        per_token = getattr(getattr(module, "config", None), "calculate_per_token_loss", num_tokens is not None)
+        if per_token is not (num_tokens is not None):
+            way_out = "pass this rank's count" if num_tokens is None else "set it, or leave num_tokens out"
+            raise ValueError(
+                f"num_tokens ({num_tokens}) belongs to calculate_per_token_loss ({per_token} in"
+                f" {name or 'the model'}); {way_out}."
+            )
+    scale: float | Tensor = 1.0 / (groups.dp_cp.size() * num_microbatches)
+    dense, experts = dense_parameters(model), expert_parameters(model)
+    if num_tokens is not None:
+        device = next((p.device for p in (*dense, *experts)), None)
+        scale = 1.0 / sum_over_world(torch.as_tensor(num_tokens, dtype=torch.float64, device=device), groups).clamp(
+            min=1
+        )
+    _sum_gradients(dense, groups.tp_dp_cp, scale)
+    _sum_gradients(experts, groups.edp, scale)
+    reset_global_aux_loss_tracker(model)
 
 
 @torch.no_grad()
@@ -216,7 +242,7 @@ def _square_sum(grads: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, scale: float) -> None:
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, scale: float | Tensor) -> None:
     """Sum the gradients over the group and multiply by scale, in buckets of one dtype."""
     buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
@@ -233,17 +259,22 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup,
         _sum_bucket(bucket, group, scale)
 
 
-def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup, scale: float) -> None:
+def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup, scale: float | Tensor) -> None:
     """Sum the gradients of one dtype over the group through one flat buffer, and scale them."""
     if group.size() > 1:
         dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        flat = torch.cat([g.flatten().to(dtype) for g in grads]).mul_(scale)
+        flat = torch.cat([g.flatten().to(dtype) for g in grads]).mul_(_like(scale, grads[0]))
         dist.all_reduce(flat, group=group)
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view_as(grad))
-    elif scale != 1.0:
+    elif isinstance(scale, Tensor) or scale != 1.0:
         for grad in grads:
-            grad.mul_(scale)
+            grad.mul_(_like(scale, grad))
+
+
+def _like(scale: float | Tensor, grad: Tensor) -> float | Tensor:
+    """Return a scale that lies where the gradient does."""
+    return scale.to(grad.device) if isinstance(scale, Tensor) else scale
 
 
 def sum_over_world(values: Tensor, groups: ProcessGroups) -> Tensor:

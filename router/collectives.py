@@ -1,10 +1,15 @@
-"""The one collective that routing needs: token counts summed over the ranks that share a loss."""
+"""The collectives that routing needs, and the groups they run over."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def group_of_one() -> dist.ProcessGroup:
@@ -12,18 +17,53 @@ def group_of_one() -> dist.ProcessGroup:
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks this constructor
 
 
-def all_reduce_counts(counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of counts over the group, in new storage.
+def deepcopy_sharing_groups(module: Module, memo: dict[int, Any]) -> Module:
+    """Return a copy of a module that shares process groups, and what holds them: they cannot be copied.
 
-    Args:
-        counts: [N] int64.
-
-    Returns:
-        [N] int64, the same on every rank.
-
-    Collectives: one all_reduce of [N] int64 over group; none if the group has one rank. No host sync.
+    A class that holds groups takes it as its `__deepcopy__`.
     """
-    total = counts.clone()
+    for part in module.modules():
+        for value in vars(part).values():
+            members = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, nn.Module) else ()
+            if any(isinstance(held, dist.ProcessGroup) for held in (value, *members)):
+                memo[id(value)] = value
+    twin = memo[id(module)] = type(module).__new__(type(module))
+    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
+
+
+def all_reduce_sum(values: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of values over the group, in new storage: any shape and dtype, the same on every rank.
+
+    Collectives: one all_reduce of the values over group; none if the group has one rank. No host sync.
+    """
+    total = values.clone()
     if group.size() > 1:
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-    return total.to(torch.int64)
+    return total
+
+
+def all_gather_rows(rows: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    """Return the rows of every rank in rank order, and the index of this rank's first row. Not differentiable.
+
+    Args:
+        rows: [T, C]; T may differ between ranks.
+
+    Returns:
+        [sum of T, C], the same on every rank, and an index into it.
+
+    Collectives: one all_gather of [1] int64, one of [largest T, C], over group; none if the group has one rank. One
+        host sync, for the sizes.
+    """
+    if group.size() == 1:
+        return rows, 0
+    size = torch.tensor([rows.shape[0]], device=rows.device)
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    size_list = torch.cat(sizes).tolist()  # sync: the sizes of the parts
+    padded = rows.new_zeros(max(size_list), rows.shape[1])
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in size_list]
+    dist.all_gather(parts, padded, group=group)
+    gathered = torch.cat([part[:length] for part, length in zip(parts, size_list, strict=True)])
+    return gathered, sum(size_list[: group.rank()])

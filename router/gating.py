@@ -60,3 +60,35 @@ def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, route
         raise ValueError(f"router_dtype ({router_dtype}) must be torch.float32 or torch.float64.")
     logits = _RouterGatingLinear.apply(inp.reshape(-1, inp.shape[-1]), weight, bias, router_dtype)
     return logits.view(*inp.shape[:-1], weight.shape[0])
+
+
+def apply_input_jitter(hidden_states: Tensor, eps: float) -> Tensor:
+    """Return hidden_states times noise that is uniform in [1 - eps, 1 + eps), drawn in their dtype.
+
+    The noise comes from torch's default generator of the device, whose state activation checkpointing restores.
+
+    Source: Switch Transformers, arXiv:2101.03961, section 2.2.
+    """
+    return hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
+
+
+class _RandomLogits(torch.autograd.Function):
+    """Random values in forward, the identity in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return torch.randn_like(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def apply_random_logits(logits: Tensor) -> Tensor:
+    """Return standard normal values in place of logits, through which gradients pass as if nothing had happened.
+
+    For benchmarks with an even load. The values come from torch's default generator of the device.
+
+    Source: Megatron-Core moe_utils, function of the same name.
+    """
+    return _RandomLogits.apply(logits)

@@ -1,37 +1,63 @@
-"""Losses that keep a router healthy, and the function that attaches them to the graph of the main loss."""
+"""Losses that keep a router healthy, and the functions that attach them to the graph of the main loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from router.topk import choose_experts
+from router.fused import FusedLossScores, is_te_installed
+from router.scores import check_score_function, normalized_scores
 
 
-def compute_routing_scores_for_aux_loss(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
+def compute_routing_scores_for_aux_loss(
+    logits: Tensor, topk: int, score_function: str, fused: bool = False, padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the plain top-k choice and the scores over all experts that balancing losses use.
 
+    No bias, no group limit and no capacity enters either of them.
+
     Args:
-        logits: [T, E] fp32 or fp64.
+        logits: [T, E] fp32 or fp64, or a narrower float dtype, computed in fp32.
         topk: experts per token.
-        score_function: "softmax" (over all E) or "sigmoid" (divided by the sum over all E).
+        score_function: "softmax" (over all E), or "sigmoid" or "sqrtsoftplus" (divided by the sum over all E).
+        fused: one autograd node that keeps the logits alone; on CUDA Transformer Engine's kernel if it is installed.
+        padding_mask: [T] bool, True = padding: such rows choose nothing and score 0.
 
     Returns:
-        routing_map [T, E] bool, first as in Megatron-Core; scores [T, E] in the dtype of logits, each row sums to 1.
+        routing_map [T, E] bool, first as in Megatron-Core; scores [T, E] fp32 or fp64, rows sum to 1 (padding: 0).
 
     Raises:
         ValueError: logits are not [T, E], topk out of range, or an unknown score function.
 
-    Source: Megatron-Core moe_utils, function of the same name.
+    Source: Megatron-Core moe_utils, function of the same name. Differs: the normalisation is exact for any logits.
     """
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"score_function ({score_function!r}) must be 'softmax' or 'sigmoid'.")
-    scores = logits.softmax(-1) if score_function == "softmax" else F.logsigmoid(logits).softmax(-1)
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, choose_experts(logits, topk), True)
-    return chosen, scores
+    check_score_function(score_function)
+    if logits.dim() != 2 or not 1 <= topk <= logits.shape[1]:
+        raise ValueError(f"topk ({topk}) must lie between 1 and the experts of logits [T, E] ({list(logits.shape)}).")
+    backend = "te" if fused and logits.is_cuda and is_te_installed() else "torch" if fused else None
+    wide = logits.float() if logits.itemsize < 4 else logits
+    routing_map, scores = loss_scores(wide, topk, score_function, backend=backend)
+    if padding_mask is None:
+        return routing_map, scores
+    padding = padding_mask.unsqueeze(-1)  # [T, 1]
+    return routing_map & ~padding, scores.masked_fill(padding, 0.0)
+
+
+def loss_scores(logits: Tensor, topk: int, score_function: str, *, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Return routing_map and scores [T, E] as `compute_routing_scores_for_aux_loss`; backend as in `route`."""
+    if backend == "te":
+        from router.fused_te import fused_loss_scores, takes_logits
+
+        if takes_logits(logits):
+            return fused_loss_scores(logits, topk, score_function)
+    fused = backend is not None
+    scores = FusedLossScores.apply(logits, score_function) if fused else normalized_scores(logits, score_function)
+    chosen = logits.detach().topk(topk, dim=-1).indices  # the order of logits is that of scores, without saturated ties
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
 
 
 def switch_load_balancing_loss_func(
@@ -41,69 +67,169 @@ def switch_load_balancing_loss_func(
     topk: int,
     num_experts: int,
     moe_aux_loss_coeff: float,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the Switch load-balancing loss, coeff * E * sum_e f_e * P_e.
 
     f_e is the share of all slots that went to expert e, P_e the mean score of expert e. A balanced router gives coeff.
 
     Args:
-        probs: [T, E], scores over all E experts (before top-k), this rank's tokens.
-        tokens_per_expert: [E] int64, counts over the group that the loss spans.
-        total_num_tokens: tokens (not slots) over that same group; an int or a [] int64 tensor.
+        probs: [..., T, E], scores over all E experts (before top-k), this rank's tokens.
+        tokens_per_expert: [..., E], counts over the group that the loss spans.
+        total_num_tokens: tokens (not slots) over that same group; an int or a [...] tensor.
         topk: K, slots per token.
         num_experts: E.
         moe_aux_loss_coeff: weight of the loss.
+        fused: on CUDA use Transformer Engine's kernel if it is installed; for [T, E] alone.
+        padding_mask: [..., T] bool, True = padding: the scores of such rows do not count.
 
     Returns:
-        [] in the dtype of probs; this rank's share: shares add up to the loss over the group. 0 without tokens.
+        [...] in the dtype of probs; this rank's share: shares add up to the loss over the group. 0 without tokens.
 
     Source: Switch Transformers, arXiv:2101.03961, section 2.2, equations 4-6; f_e divided by topk for K > 1.
+        Megatron-Core moe_utils, function of the same name. Differs: there True in padding_mask means valid.
     """
+    if padding_mask is not None:
+        probs = probs.masked_fill(padding_mask.unsqueeze(-1), 0.0)
+    if fused and probs.is_cuda and probs.dim() == 2 and is_te_installed():
+        from router.fused_te import fused_aux_loss, takes_logits
+
+        if takes_logits(probs):
+            return fused_aux_loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff)
     total = torch.as_tensor(total_num_tokens, device=probs.device).clamp(min=1).to(probs.dtype)
     scale = num_experts * moe_aux_loss_coeff / (topk * total * total)
-    return torch.dot(probs.sum(0), tokens_per_expert.to(probs.dtype)) * scale  # [T, E], [E] -> []
+    return (probs.sum(-2) * tokens_per_expert.to(probs.dtype)).sum(-1) * scale  # [..., T, E], [..., E] -> [...]
 
 
-def z_loss_func(logits: Tensor, z_loss_coeff: float, total_num_tokens: int | Tensor | None = None) -> Tensor:
+def z_loss_func(
+    logits: Tensor,
+    z_loss_coeff: float,
+    padding_mask: Tensor | None = None,
+    *,
+    total_num_tokens: int | Tensor | None = None,
+) -> Tensor:
     """Return the router z-loss, coeff * mean_t logsumexp(logits_t)^2, which keeps logits small.
 
     Args:
         logits: [T, E] fp32 or fp64.
         z_loss_coeff: weight of the loss.
-        total_num_tokens: tokens over the group that the mean spans; None: the T of logits.
+        padding_mask: [T] bool, True = padding: such rows do not count.
+        total_num_tokens: tokens over the group that the mean spans; None: the valid rows of logits.
 
     Returns:
         [] in the dtype of logits; this rank's share of the mean. 0 without tokens.
 
     Source: ST-MoE, arXiv:2202.08906, section 3.3, equation 5.
     """
-    total = logits.shape[0] if total_num_tokens is None else total_num_tokens
-    total = torch.as_tensor(total, device=logits.device).clamp(min=1).to(logits.dtype)
-    return logits.logsumexp(-1).square().sum() * z_loss_coeff / total  # [T, E] -> []
+    squares = logits.logsumexp(-1).square()  # [T, E] -> [T]
+    if padding_mask is not None:
+        squares = squares.masked_fill(padding_mask, 0.0)
+    if total_num_tokens is None:
+        total_num_tokens = logits.shape[0] if padding_mask is None else padding_mask.logical_not().sum()
+    total = torch.as_tensor(total_num_tokens, device=logits.device).clamp(min=1).to(logits.dtype)
+    return squares.sum() * z_loss_coeff / total
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each of T tokens belongs to.
+
+    Attributes:
+        num_sequences: N, the same on every rank that shares the sequences.
+        ids: [T] int64, 0 .. N - 1, or N for a token of none; None: token t belongs to sequence t % N, the order of
+            [S, B] tokens with N = B.
+    """
+
+    num_sequences: int
+    ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, shape: torch.Size, cu_seqlens: Tensor | None) -> Sequences:
+        """Return the sequences of hidden states.
+
+        Args:
+            shape: [S, B, H], or [T, H] for one sequence.
+            cu_seqlens: [N + 1] int, the offsets of N packed sequences in this rank's tokens, ascending from 0; tokens
+                after the last offset belong to none. Needs B = 1. None: B sequences.
+
+        Raises:
+            ValueError: cu_seqlens is no vector of ints, or B is not 1.
+        """
+        batch = torch.Size(shape[1:-1]).numel()
+        if cu_seqlens is None:
+            return cls(batch)
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+            raise ValueError(
+                f"cu_seqlens ({list(cu_seqlens.shape)}, {cu_seqlens.dtype}) must be [sequences + 1] integers."
+            )
+        if batch != 1:
+            raise ValueError(
+                f"cu_seqlens packs sequences in one row, but the batch of {list(shape)} is {batch}; use 1."
+            )
+        tokens = torch.arange(shape[0], device=cu_seqlens.device)
+        ends = cu_seqlens[1:].to(torch.int64)
+        return cls(len(cu_seqlens) - 1, torch.searchsorted(ends, tokens, right=True))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up the rows of each sequence: [T, C] -> [N, C]."""
+        if self.ids is None:
+            return values.view(-1, self.num_sequences, values.shape[-1]).sum(0)
+        sums = values.new_zeros(self.num_sequences + 1, values.shape[-1]).index_add(0, self.ids, values)
+        return sums[:-1]
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on a tensor; in backward the loss gets the gradient `scale`."""
+    """Identity on a tensor; in backward the loss gets the gradient `scale`, as it is then."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale, ctx.loss_dtype, ctx.device = scale, loss.dtype, loss.device
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=ctx.device), None
+        return grad, torch.ones((), dtype=ctx.loss_dtype, device=ctx.device) * ctx.scale, None
 
 
-def attach_loss(tensor: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
+def attach_loss(tensor: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return tensor unchanged, with scale * loss added to whatever is minimised through it.
 
     Args:
         tensor: any shape; must lie on the way to the main loss.
         loss: [].
-        scale: factor on the gradient of loss; the main loss is not changed in value.
+        scale: factor on the gradient of loss, read in backward; the main loss is not changed in value.
 
     Returns:
         The values of tensor. Use the returned tensor: without it the loss has no effect.
     """
     return _AttachLoss.apply(tensor, loss, scale)
+
+
+class _OnBackward(torch.autograd.Function):
+    """Identity; runs an action once, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.action is not None:
+            ctx.action()
+        ctx.action = None
+        return grad, None
+
+
+def on_backward(tensor: Tensor, action: Callable[[], None]) -> Tensor:
+    """Return tensor unchanged; the action runs once, when the gradient of the returned tensor is there.
+
+    A forward that activation checkpointing repeats in backward has no gradient of its own (non-reentrant), or is the
+    only one that has (reentrant): so what the action counts is counted once in either case. If tensor takes no
+    gradient, the action runs at once.
+    """
+    if tensor.requires_grad:
+        return _OnBackward.apply(tensor, action)
+    action()
+    return tensor

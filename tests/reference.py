@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -26,6 +26,41 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     return chosen
 
 
+def scores_of(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """Return each expert's score for [T, E] logits: a softmax over the row, or a function of the logit alone."""
+    if score_function == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if score_function == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.sqrt(torch.logaddexp(logits, torch.zeros_like(logits)))
+
+
+def log_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """Return log(score) of [T, E] logits up to a constant of the row, exact where every score is tiny."""
+    if score_function == "softmax":
+        return logits
+    if score_function == "sigmoid":
+        return F.logsigmoid(logits)
+    softplus = torch.logaddexp(logits, torch.zeros_like(logits))
+    # log(log(1 + e^x)) is x for very negative x
+    return 0.5 * torch.where(logits < -30, logits, softplus.clamp(min=1e-300).log())
+
+
+def open_to_groups(scores: Tensor, num_groups: int, group_topk: int, num_summed: int) -> Tensor:
+    """Return [T, E] bool: the experts in each token's group_topk best groups, by the sum of num_summed best scores."""
+    num_tokens, num_experts = scores.shape
+    size = num_experts // num_groups
+    is_open = torch.zeros_like(scores, dtype=torch.bool)
+    for t in range(num_tokens):
+        sums = []
+        for g in range(num_groups):
+            members = sorted(scores[t, g * size : (g + 1) * size].tolist(), reverse=True)
+            sums.append(sum(members[:num_summed]))
+        for g in sorted(range(num_groups), key=lambda g, sums=sums: -sums[g])[:group_topk]:
+            is_open[t, g * size : (g + 1) * size] = True
+    return is_open
+
+
 def routing(
     logits: Tensor,
     topk: int,
@@ -34,35 +69,53 @@ def routing(
     pre_softmax: bool = False,
     expert_bias: Tensor | None = None,
     scaling_factor: float | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose topk experts for each token from its logits.
 
     Args:
         logits: [T, E].
-        score_function: "softmax" over the chosen logits, or "sigmoid" scores divided by their sum over the chosen
-            (left as they are for topk 1).
+        score_function: "softmax" over the chosen logits, or "sigmoid" or "sqrtsoftplus" scores divided by their sum
+            over the chosen (left as they are for topk 1).
         pre_softmax: True takes the softmax over all E experts and does not renormalise it over the chosen.
-        expert_bias: [E], added to the scores for the choice alone; sigmoid only.
+        expert_bias: [E], added to the scores for the choice alone; not for softmax.
         scaling_factor: multiplies the probs.
+        num_groups, group_topk: the choice is among the group_topk best of num_groups groups of neighbours.
+        group_score_topk: how many of a group's best scores make its score; topk // group_topk by default.
 
     Returns:
         probs [T, E], zero where not routed; routing_map [T, E], True where routed.
     """
-    if score_function == "sigmoid":
-        scores = torch.sigmoid(logits)
-        routing_map = largest(scores if expert_bias is None else scores + expert_bias, topk)
-        if topk == 1:
-            probs = scores * routing_map
-        else:
-            # s_e / sum s over the chosen, as a softmax of log s: exact where every s is tiny
-            probs = torch.softmax(F.logsigmoid(logits).masked_fill(~routing_map, -torch.inf), dim=-1)
+    is_post_softmax = score_function == "softmax" and not pre_softmax
+    ranking = logits if is_post_softmax else scores_of(logits, score_function)
+    ranking = ranking.detach() if expert_bias is None else ranking.detach() + expert_bias
+    if group_topk is not None:
+        num_summed = group_score_topk or topk // group_topk
+        ranking = ranking.masked_fill(~open_to_groups(ranking, num_groups, group_topk, num_summed), -torch.inf)
+    elif expert_bias is None:
+        ranking = logits.detach()  # the same order, without ties of saturated scores
+    routing_map = largest(ranking, topk)
+    return weights_on_map(logits, routing_map, topk, score_function, pre_softmax, scaling_factor), routing_map
+
+
+def weights_on_map(
+    logits: Tensor,
+    routing_map: Tensor,
+    topk: int,
+    score_function: ScoreFunction = "softmax",
+    pre_softmax: bool = False,
+    scaling_factor: float | None = None,
+) -> Tensor:
+    """Return probs [T, E] of a choice [T, E] that is already made; options as in `routing`."""
+    if pre_softmax or topk == 1:
+        probs = scores_of(logits, score_function) * routing_map
     else:
-        routing_map = largest(logits, topk)
-        if pre_softmax:
-            probs = torch.softmax(logits, dim=-1) * routing_map
-        else:
-            probs = torch.softmax(logits.masked_fill(~routing_map, -torch.inf), dim=-1)
-    return probs * (1.0 if scaling_factor is None else scaling_factor), routing_map
+        # s_e / sum s over the chosen, as a softmax of log s
+        logs = log_scores(logits, score_function).masked_fill(~routing_map, -torch.inf)
+        probs = torch.softmax(logs, dim=-1)
+    return probs * (1.0 if scaling_factor is None else scaling_factor)
 
 
 def router(
@@ -93,13 +146,13 @@ def router(
 def aux_loss(logits: Tensor, topk: int, coeff: float, score_function: ScoreFunction = "softmax") -> Tensor:
     """Return the Switch load-balancing loss of logits [T, E]: coeff * E * sum_e counts_e / (T topk) * mean_t score_te.
 
-    Scores are a distribution over all E experts: the softmax, or the sigmoids divided by their sum. Counts are the
+    Scores are a distribution over all E experts: the softmax, or the scores divided by their sum. Counts are the
     topk of those scores, whatever biases and limits the routing itself applies.
 
     Source: Switch Transformers, arXiv:2101.03961, equations 4-6; counts divided by topk.
     """
     num_tokens, num_experts = logits.shape
-    scores = torch.softmax(F.logsigmoid(logits) if score_function == "sigmoid" else logits, dim=-1)
+    scores = torch.softmax(log_scores(logits, score_function), dim=-1)
     counts = largest(scores, topk).sum(dim=0).to(scores.dtype)
     loss = scores.new_zeros(())
     for e in range(num_experts):

@@ -1,18 +1,17 @@
-"""TopKRouter: dtypes, gradients, losses in the graph, counters, copies; and the losses over ranks."""
+"""TopKRouter: dtypes, gradients, losses in the graph, counters, padding, every way to choose and to limit; copies."""
 
 import copy
 import gc
-from itertools import pairwise
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from moe.parallel import ProcessGroups, finalize_gradients
-from router import RouterConfig, TopKRouter
+from moe.parallel import ProcessGroups
+from router import RouterConfig, TopKRouter, balanced_experts, sinkhorn
 from tests import reference
-from tests.ranks import run_ranks
 from tests.tolerances import assert_close
 
 HIDDEN_SIZE, NUM_EXPERTS, TOPK = 6, 5, 2
@@ -25,6 +24,8 @@ MODES = [
     {"moe_router_score_function": "sigmoid"},
     {"moe_router_fusion": True, "add_bias_linear": True},
     {"moe_router_fusion": True, "moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 2.5, "moe_router_topk": 3},
+    {"moe_router_fusion": True, "moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 0.5},
 ]
 
 
@@ -61,7 +62,11 @@ def test_gradients_equal_the_reference(mode: dict[str, object], shape: tuple[int
     score_function, topk = router.config.moe_router_score_function, router.config.moe_router_topk
     logits = hidden.reshape(-1, HIDDEN_SIZE) @ router.weight.t() + (0 if router.bias is None else router.bias)
     expected_probs, expected_map = reference.routing(
-        logits, topk, score_function=score_function, pre_softmax=router.config.moe_router_pre_softmax
+        logits,
+        topk,
+        score_function=score_function,
+        pre_softmax=router.config.moe_router_pre_softmax,
+        scaling_factor=router.config.moe_router_topk_scaling_factor,
     )
     objective = (expected_probs * upstream).sum()
     if losses:
@@ -81,6 +86,7 @@ def test_routing_keeps_its_dtype(router_dtype: str, dtype: torch.dtype, module_d
     hidden = _hidden(33, dtype=dtype)
     wanted = {"fp32": torch.float32, "fp64": torch.float64}[router_dtype]
     probs, routing_map = router(hidden)
+    probs.sum().backward()
     assert (probs.dtype, routing_map.dtype, router.weight.dtype) == (wanted, torch.bool, module_dtype)
     expected_probs, expected_map = reference.router(hidden.to(wanted).double(), router.weight.to(wanted).double(), TOPK)
     assert_close(probs, expected_probs)  # to fp32 or fp64: nothing between logits and probs was coarser
@@ -123,33 +129,37 @@ def test_counters_and_loss_buffers_advance_in_training_alone() -> None:
     router, hidden = _router(**LOSSES, **EXACT), _hidden(33)
     assert router.tokens_per_expert.tolist() == [0] * NUM_EXPERTS
     for _ in range(2):
-        _, routing_map = router(hidden)
+        probs, routing_map = router(hidden)
+        probs.sum().backward()
     state = {name: buffer.clone() for name, buffer in router.named_buffers()}
     assert torch.equal(state["tokens_per_expert"], 2 * routing_map.sum(0))
     logits = hidden @ router.weight.t()
     assert_close(state["aux_loss"], reference.aux_loss(logits, TOPK, 1.0))
     assert_close(state["z_loss"], reference.z_loss(logits, 1.0))
     other = _hidden(7, seed=3)
+    router(other)  # no backward, so it was not part of a step
+    router(hidden)
     with torch.no_grad():
         router(other)
     with torch.inference_mode():
         router(other)
-    router.eval()(other)
+    router.eval()(other)[0].sum().backward()
     for name, buffer in router.named_buffers():
         assert torch.equal(buffer, state[name]), name
     router.reset_parameters()
-    assert not any(buffer.any() for buffer in router.buffers())
+    assert router.loss_scale.item() == 1.0
+    assert not any(buffer.any() for name, buffer in router.named_buffers() if name != "loss_scale")
 
 
 def test_copies_and_state_dict() -> None:
     router, hidden = _router(add_bias_linear=True, **LOSSES), _hidden(33, dtype=torch.float32)
-    router(hidden)
+    router(hidden)[0].sum().backward()
     copied = copy.deepcopy(router)
-    assert copied.tp_cp_group is router.tp_cp_group
+    assert copied.loss_groups is router.loss_groups
     for (name, left), right in zip(copied.state_dict(keep_vars=True).items(), router.parameters(), strict=True):
         assert torch.equal(left, right), name
         assert left.data_ptr() != right.data_ptr()
-    copied(hidden)
+    copied(hidden)[0].sum().backward()
     assert torch.equal(copied.tokens_per_expert, 2 * router.tokens_per_expert)
 
     state = router.state_dict()
@@ -170,6 +180,7 @@ def test_two_routers_interleaved_give_the_results_of_separate_runs() -> None:
         (probs * torch.arange(1.0, NUM_EXPERTS + 1)).sum().backward()
     for left, right in zip(together, alone, strict=True):
         assert torch.equal(left.weight.grad, right.weight.grad)
+        assert left.tokens_per_expert.sum() == 2 * 33
         assert all(map(torch.equal, left.buffers(), right.buffers()))
 
 
@@ -198,44 +209,266 @@ def test_wrong_width_is_refused() -> None:
         _router()(torch.randn(7, 2 * HIDDEN_SIZE))
 
 
-SLICES = {1: [13], 2: [4, 9], 4: [0, 5, 1, 7]}  # tokens of one micro-batch on each rank that shares it
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (1, 1)]}  # TP, CP
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_padding_tokens_leave_no_trace(mode: dict[str, object]) -> None:
+    router, hidden = _router(**EXACT, **LOSSES, **mode), _hidden(11, 3)
+    padding = torch.rand(11, 3, generator=torch.Generator().manual_seed(4)) < 0.4
+    spoilt = hidden.masked_fill(padding.unsqueeze(-1), torch.nan).requires_grad_()
+    probs, routing_map = router(spoilt, padding)
+    upstream = _hidden(33, seed=2)[:, :NUM_EXPERTS]
+    (probs * upstream).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in router.parameters()]
+    state = {name: buffer.clone() for name, buffer in router.named_buffers()}
+
+    router.zero_grad()
+    router.tokens_per_expert.zero_()
+    valid = hidden[~padding].requires_grad_()
+    expected_probs, expected_map = router(valid)
+    (expected_probs * upstream.view(11, 3, -1)[~padding]).sum().backward()
+    flat = padding.flatten()
+    assert not probs[flat].any()
+    assert not routing_map[flat].any()
+    assert_close(probs[~flat], expected_probs)
+    assert torch.equal(routing_map[~flat], expected_map)
+    assert not spoilt.grad[padding].any()
+    assert_close(spoilt.grad[~padding], valid.grad)
+    for actual, parameter in zip(gradients, router.parameters(), strict=True):
+        assert_close(actual, parameter.grad)
+    for name, buffer in router.named_buffers():
+        assert_close(state[name], buffer, torch.float32, what=name)
 
 
-def _losses_over_ranks(layouts: list[tuple[int, int]], fields: dict[str, object]) -> list[dict[str, Tensor]]:
-    results = []
-    for tp, cp in layouts:
-        groups = ProcessGroups.build(tensor_model_parallel_size=tp, context_parallel_size=cp)
-        router = _router(groups=groups, **EXACT, **LOSSES, **fields)
-        micro_batch = _hidden(13, seed=10 + groups.dp.rank())
-        bounds = [0, *torch.tensor(SLICES[tp * cp]).cumsum(0).tolist()]
-        start, end = list(pairwise(bounds))[groups.tp_cp.rank()]
-        probs, _ = router(micro_batch[start:end])
-        (probs * 0.0).sum().backward()
-        finalize_gradients(router, groups)
-        losses = torch.stack([router.aux_loss, router.z_loss]) / dist.get_world_size()
-        dist.all_reduce(losses)
-        results.append({"gradient": router.weight.grad, "losses": losses, "counts": router.tokens_per_expert})
-    return results
+def test_everything_padded_routes_nothing() -> None:
+    router = _router(**EXACT, **LOSSES)
+    probs, routing_map = router(_hidden(7), torch.ones(7, dtype=torch.bool))
+    probs.sum().backward()
+    assert not probs.any()
+    assert not routing_map.any()
+    assert not router.weight.grad.any()
 
 
-@pytest.mark.parametrize("fields", [{}, {"moe_router_score_function": "sigmoid", "moe_router_fusion": True}], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_loss_gradient_does_not_depend_on_the_layout(world_size: int, fields: dict[str, object]) -> None:
-    ranks = run_ranks(_losses_over_ranks, world_size, LAYOUTS[world_size], fields)
-    score_function = fields.get("moe_router_score_function", "softmax")
-    weight = _router(**EXACT).weight
-    for index, (tp, cp) in enumerate(LAYOUTS[world_size]):
-        num_micro_batches = world_size // (tp * cp)
-        logits = [_hidden(13, seed=10 + number) @ weight.t() for number in range(num_micro_batches)]
-        objective = sum(_reference_losses(part, TOPK, score_function) for part in logits) / num_micro_batches
-        (gradient,) = torch.autograd.grad(objective, weight)
-        losses = torch.stack(
-            [reference.aux_loss(part, TOPK, 1.0, score_function) for part in logits]
-            + [reference.z_loss(part, 1.0) for part in logits]
-        ).view(2, -1)
-        counts = sum(reference.largest(part, TOPK).sum(0) for part in logits)
-        for rank in ranks:
-            assert_close(rank[index]["gradient"], gradient, what=f"gradient, tp {tp} cp {cp}")
-            assert_close(rank[index]["losses"], losses.mean(1), what=f"losses, tp {tp} cp {cp}")
-        assert torch.equal(sum(rank[index]["counts"] for rank in ranks), counts)
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(3, 11, dtype=torch.bool), r"padding_mask \(\[3, 11\], torch.bool\) must be bool of .* \[11, 3\]"),
+        (torch.zeros(11, 3), r"padding_mask \(\[11, 3\], torch.float32\) must be bool"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _router()(_hidden(11, 3, dtype=torch.float32), mask)
+
+
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+@pytest.mark.parametrize("move", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double()])
+def test_expert_bias_keeps_every_bit_through_moves(move: Callable[[TopKRouter], TopKRouter]) -> None:
+    router = _router(**BIASED)
+    values = torch.tensor([1.0000001, -0.30000001, 1e-7, 3.3333333, 0.0])
+    router.expert_bias.copy_(values)
+    moved = move(router)
+    assert moved.weight.dtype != torch.float32
+    assert moved.expert_bias.dtype == torch.float32
+    assert torch.equal(moved.expert_bias, values)
+    restored = _router(**BIASED).bfloat16()
+    restored.load_state_dict(moved.state_dict())
+    assert torch.equal(restored.expert_bias, values)
+    assert list(router.state_dict()) == ["weight", "expert_bias"]
+    empty = _router(**BIASED).to("meta").bfloat16().to_empty(device="cpu")
+    assert empty.expert_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_expert_bias_moves_the_choice_and_counts_before_capacity(fused: bool) -> None:
+    router = _router(**EXACT, **BIASED, moe_router_fusion=fused, moe_expert_capacity_factor=0.5)
+    router.expert_bias.copy_(torch.tensor([5.0, 0, 0, 0, 5]))
+    probs, routing_map = router(_hidden(20))
+    probs.sum().backward()
+    capacity = 4  # 20 tokens * 2 / 5 experts * 0.5
+    assert routing_map.sum(0).tolist() == [capacity, 0, 0, 0, capacity]
+    assert router.local_tokens_per_expert.tolist() == [20, 0, 0, 0, 20]
+    assert router.tokens_per_expert.tolist() == [20, 0, 0, 0, 20]
+    assert router.dropped_tokens_per_expert.tolist() == [16, 0, 0, 0, 16]
+    assert router.added_tokens_per_expert.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_jitter_multiplies_the_input_in_training(training: bool) -> None:
+    router, hidden = _router(**EXACT, moe_input_jitter_eps=0.25).train(training), _hidden(33)
+    torch.manual_seed(5)
+    probs, _ = router(hidden)
+    torch.manual_seed(5)
+    noise = torch.empty_like(hidden).uniform_(0.75, 1.25) if training else torch.ones_like(hidden)
+    assert_close(probs, reference.router(hidden * noise, router.weight, TOPK)[0])
+    assert torch.equal(probs, router(hidden)[0]) is not training
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("fields", [{"moe_input_jitter_eps": 0.25}, {"moe_router_force_load_balancing": True}], ids=str)
+def test_noise_is_the_same_in_recomputation(fields: dict[str, object], use_reentrant: bool) -> None:
+    upstream = _hidden(33, seed=2)[:, :NUM_EXPERTS]
+    gradients, counts = [], []
+    for recompute in (False, True):
+        router, hidden = _router(**EXACT, **LOSSES, **fields), _hidden(33).requires_grad_()
+        torch.manual_seed(5)
+        if recompute:
+            probs, _ = checkpoint(router, hidden, use_reentrant=use_reentrant)
+        else:
+            probs, _ = router(hidden)
+        torch.randn(3)  # whatever draws numbers before backward
+        (probs * upstream).sum().backward()
+        gradients.append([hidden.grad, router.weight.grad])
+        counts.append(router.tokens_per_expert)
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+    assert torch.equal(*counts)
+    assert counts[0].sum() == 33 * TOPK
+
+
+def test_random_logits_pass_gradients_as_if_nothing_had_happened() -> None:
+    router, hidden = _router(**EXACT, moe_router_force_load_balancing="random"), _hidden(400).requires_grad_()
+    torch.manual_seed(5)
+    probs, routing_map = router(hidden)
+    torch.manual_seed(5)
+    random = torch.randn(400, NUM_EXPERTS, dtype=torch.float64, requires_grad=True)
+    expected, expected_map = reference.routing(random, TOPK)
+    assert torch.equal(routing_map, expected_map)
+    assert_close(probs, expected)
+    upstream = _hidden(400, seed=2)[:, :NUM_EXPERTS]
+    (probs * upstream).sum().backward()
+    (gradient,) = torch.autograd.grad((expected * upstream).sum(), random)
+    assert_close(hidden.grad, gradient @ router.weight)
+    assert routing_map.sum(0).max() < 1.3 * 400 * TOPK / NUM_EXPERTS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_forced_balance_weights_a_fixed_choice(fused: bool) -> None:
+    router = _router(**EXACT, moe_router_force_load_balancing="balanced", moe_router_fusion=fused)
+    hidden = _hidden(7).requires_grad_()
+    probs, routing_map = router(hidden)
+    assert routing_map.long().tolist()[:3] == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 0, 0, 1]]
+    assert sorted(routing_map.sum(0).tolist()) == [2, 3, 3, 3, 3]
+    logits = hidden @ router.weight.t()
+    expected = reference.weights_on_map(logits, routing_map, TOPK)
+    assert_close(probs, expected)
+    upstream = _hidden(7, seed=2)[:, :NUM_EXPERTS]
+    gradients = [
+        torch.autograd.grad((value * upstream).sum(), hidden, retain_graph=True)[0] for value in (probs, expected)
+    ]
+    assert_close(*gradients)
+
+
+def test_balanced_choice_takes_ranks_in_turn() -> None:
+    ids = balanced_experts(5, 3, 8, 4, torch.device("cpu"))  # experts 0 1 | 2 3 | 4 5 | 6 7
+    assert ids.tolist() == [[0, 2, 4], [6, 1, 3], [5, 7, 0], [2, 4, 6], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(("topk", "training"), [(1, True), (2, True), (2, False)])
+def test_sinkhorn_chooses_in_training_and_weights_as_megatron(topk: int, training: bool) -> None:
+    router = _router(**EXACT, moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk, moe_z_loss_coeff=0.1)
+    hidden = _hidden(40)
+    router.train(training)
+    probs, routing_map = router(hidden)
+    logits = (hidden @ router.weight.t()).detach()
+    scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    assert_close(probs, scores * routing_map)
+    chosen = reference.largest(sinkhorn(logits) if training else logits, topk)
+    assert torch.equal(routing_map, chosen)
+    load = routing_map.sum(0).double()
+    plain = reference.largest(logits, topk).sum(0).double()
+    if training:
+        assert load.std() < plain.std()
+    else:
+        assert torch.equal(load, plain)
+
+
+def test_quantile_balancing_chooses_by_its_bias_and_counts_quantiles() -> None:
+    fields = {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_score_function": "sigmoid"}
+    router, hidden = _router(**EXACT, **fields), _hidden(35)
+    router.qb_beta.copy_(torch.tensor([0.5, -0.5, 0.0, 0.25, -0.25]))
+    probs, routing_map = router(hidden)
+    logits = (hidden @ router.weight.t()).detach()
+    assert torch.equal(routing_map, reference.largest(logits - router.qb_beta, TOPK))
+    assert_close(probs, reference.weights_on_map(logits, routing_map, TOPK, "sigmoid"))
+    assert not router.qb_beta_sum.any()
+    probs.sum().backward()
+    third = torch.tensor([sorted((row - router.qb_beta).tolist())[-TOPK - 1] for row in logits], dtype=torch.float64)
+    columns = (logits - third.unsqueeze(1)).t()
+    quantile = torch.tensor([sorted(column.tolist())[-(35 * TOPK // NUM_EXPERTS) - 1] for column in columns])
+    assert_close(router.qb_beta_sum, quantile, torch.float32)
+    assert router.qb_beta_count.item() == 1
+    with torch.no_grad():
+        router(hidden)
+    router.eval()(hidden)
+    assert router.qb_beta_count.item() == 1
+
+
+@pytest.mark.parametrize("policy", ["nearest", "up", "down"])
+def test_token_rounding_is_for_training_and_keeps_other_weights(policy: str) -> None:
+    fields = {"moe_token_rounding_policy": policy, "moe_token_rounding_multiple": 4}
+    router, plain, hidden = _router(**EXACT, **fields), _router(**EXACT), _hidden(33)
+    probs, routing_map = router(hidden)
+    probs.sum().backward()
+    expected, chosen = plain(hidden)
+    assert (routing_map.sum(0) % 4 == 0).all()
+    both = routing_map & chosen
+    assert_close(probs[both], expected[both])
+    logits = (hidden @ router.weight.t()).detach()
+    total = torch.where(chosen, logits.exp(), 0.0).sum(1, keepdim=True)
+    added = routing_map & ~chosen
+    assert_close(probs[added], (logits.exp() / total)[added])
+    assert torch.equal(router.added_tokens_per_expert, added.sum(0))
+    assert torch.equal(router.dropped_tokens_per_expert, (chosen & ~routing_map).sum(0))
+    assert torch.equal(router.tokens_per_expert, chosen.sum(0))
+    assert torch.equal(router.eval()(hidden)[1], chosen)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("pad", [False, True])
+def test_capacity_limits_and_pads_without_a_host_sync(pad: bool, policy: str) -> None:
+    fields = {
+        "moe_expert_capacity_factor": 0.75,
+        "moe_token_drop_policy": policy,
+        "moe_pad_expert_input_to_capacity": pad,
+    }
+    router, hidden = _router(**EXACT, **fields), _hidden(31)
+    probs, routing_map = router(hidden)
+    capacity = 10  # ceil(31 * 2 / 5 * 0.75)
+    assert (routing_map.sum(0) == capacity).all() if pad else (routing_map.sum(0) <= capacity).all()
+    expected, chosen = _router(**EXACT)(hidden)
+    kept = routing_map & chosen
+    assert_close(probs, expected * kept)
+    assert (chosen & ~kept).sum() > 0
+    meta = _router(**fields).to("meta")
+    meta_probs, meta_map = meta(
+        torch.empty(31, HIDDEN_SIZE, device="meta"), torch.empty(31, dtype=torch.bool, device="meta")
+    )
+    meta_probs.sum().backward()
+    assert meta_map.shape == (31, NUM_EXPERTS)
+
+
+def test_zero_computation_experts_are_more_columns() -> None:
+    fields = {"moe_num_null_experts": 1, "moe_num_identity_experts": 2, "moe_num_constant_experts": 1}
+    router, hidden = _router(**EXACT, **LOSSES, **fields), _hidden(33)
+    assert router.weight.shape == (NUM_EXPERTS + 4, HIDDEN_SIZE)
+    probs, routing_map = router(hidden)
+    expected, expected_map = reference.router(hidden, router.weight, TOPK)
+    assert torch.equal(routing_map, expected_map)
+    assert_close(probs, expected)
+    real = routing_map[:, :NUM_EXPERTS].sum(1)
+    assert set(real.tolist()) == {0, 1, 2}
+
+
+def test_what_is_decided_is_printed() -> None:
+    shown = repr(
+        _router(
+            **BIASED,
+            moe_router_num_groups=5,
+            moe_router_group_topk=2,
+            moe_expert_capacity_factor=1.5,
+            moe_router_fusion=True,
+        )
+    )
+    for part in ("topk=2", "score=sigmoid", "groups=2 of 5", "expert_bias=True", "capacity=1.5", "fusion=torch"):
+        assert part in shown

@@ -1,0 +1,121 @@
+"""The balancing losses of one micro-batch over the ranks that share it, and the one rule for their scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from router.collectives import all_reduce_sum
+from router.config import RouterConfig
+from router.losses import Sequences, loss_scores, switch_load_balancing_loss_func, z_loss_func
+
+
+@dataclass(frozen=True)
+class LossGroups:
+    """Over which ranks losses are taken.
+
+    A loss over a group is the sum of shares, one of each rank. Gradients of dense parameters are summed over TP and
+    averaged over DP x CP, so a share is multiplied by the averaged part of its group: the CP size over tp_cp, the DP x
+    CP size over all ranks. With calculate_per_token_loss gradients are summed and divided by the number of all tokens,
+    so a share is multiplied by the tokens of its group: micro-batches count by their tokens. No other factor anywhere.
+
+    Attributes:
+        tp_cp: ranks that hold slices of one micro-batch.
+        tp_dp_cp: all ranks.
+        cp_size, dp_cp_size: ranks over which gradients are averaged, inside tp_cp and in all.
+    """
+
+    tp_cp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
+    cp_size: int
+    dp_cp_size: int
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What `balancing_losses` returns.
+
+    Attributes:
+        total: [], this rank's share of the weighted sum, scaled by the rule of LossGroups.
+        logged: each loss without its coefficient, [] times the size of its group: the mean over all ranks is the loss.
+        global_counts: [E + 1] int64, with global_aux_loss: counts and tokens of this micro-batch over all ranks.
+    """
+
+    total: Tensor
+    logged: dict[str, Tensor]
+    global_counts: Tensor | None
+
+
+def balancing_losses(
+    config: RouterConfig,
+    logits: Tensor,
+    padding: Tensor | None,
+    sequences: Sequences,
+    groups: LossGroups,
+    *,
+    global_tokens: Tensor | None,
+    backend: str | None,
+) -> Losses:
+    """Return the auxiliary losses and the z-loss of a micro-batch.
+
+    Args:
+        config: which losses, with which coefficients.
+        logits: [T, E].
+        padding: [T] bool, True = padding; or None.
+        sequences: which tokens seq_aux_loss balances together; N must be the same on every rank of tp_cp.
+        groups: over which ranks.
+        global_tokens: [E + 1] int64, counts and tokens of the earlier micro-batches of the step, for global_aux_loss.
+        backend: as in `route`.
+
+    Collectives: one all_reduce of [(1 + N), E + 1] int64 over tp_cp (N rows with seq_aux_loss alone); with
+        global_aux_loss one of [1, E + 1] over tp_dp_cp.
+
+    Source: aux_loss: Switch Transformers, arXiv:2101.03961, section 2.2; seq_aux_loss: DeepSeek-V3, arXiv:2412.19437,
+        section 2.1.2, mean over sequences; global_aux_loss: arXiv:2501.11873, with the counts of the step so far.
+    """
+    coeffs, topk = config.aux_loss_coeffs, config.moe_router_topk
+    valid = (torch.ones_like(logits[:, 0], dtype=torch.bool) if padding is None else ~padding).unsqueeze(-1)  # [T, 1]
+    counted, scores = valid, logits.new_zeros(())
+    if coeffs:
+        routing_map, scores = loss_scores(logits, topk, config.moe_router_score_function, backend=backend)
+        counted = torch.cat([routing_map & valid, valid], dim=1)  # [T, E + 1], the last column counts tokens
+        scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
+    counted = counted.to(torch.int64)
+    counts = [counted.sum(0, keepdim=True)]  # a row for each balanced unit: the batch, then each sequence
+    if "seq_aux_loss" in coeffs:
+        counts.append(sequences.sum(counted))
+    local = counts[0]
+    shared = all_reduce_sum(torch.cat(counts), group=groups.tp_cp)
+    num_tokens = shared[0, -1]
+    weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
+    total, logged, global_counts = logits.new_zeros(()), {}, None
+    for name, coeff in coeffs.items():
+        units, table, factor, group = Sequences(1), shared[:1], weight, groups.tp_cp
+        if name == "seq_aux_loss":
+            units, table = sequences, shared[1:]
+        elif name == "global_aux_loss":
+            group, now = groups.tp_dp_cp, all_reduce_sum(local, group=groups.tp_dp_cp)
+            factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
+            table, global_counts = _counts_so_far(now, global_tokens), now[0]
+        sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
+        sizes = (topk, scores.shape[1])
+        share = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
+        logged[name] = share.detach() * group.size()
+        total = total + coeff * (factor * share)
+    if config.moe_z_loss_coeff:
+        share = z_loss_func(logits, 1.0, padding, total_num_tokens=num_tokens)
+        logged["z_loss"] = share.detach() * groups.tp_cp.size()
+        total = total + config.moe_z_loss_coeff * (weight * share)
+    return Losses(total, logged, global_counts)
+
+
+def _counts_so_far(now: Tensor, earlier: Tensor | None) -> Tensor:
+    """[1, E + 1] int64 counts of this micro-batch, [E + 1] of the earlier ones -> [1, E + 1] fp64, both together.
+
+    Scaled to this micro-batch's tokens, which divide its scores too: with equal micro-batches this is their mean.
+    """
+    so_far = (now if earlier is None else now + earlier).double()
+    return so_far * (now[:, -1:] / so_far[:, -1:].clamp(min=1))
