@@ -73,18 +73,16 @@ class MoELayer(nn.Module):
         """
         if padding_mask is not None:
             hidden_states = hidden_states.masked_fill(padding_mask.unsqueeze(-1), 0.0)
-        probs, routing_map = self.router(hidden_states, padding_mask, cu_seqlens)  # [S, B, H] -> [T, E + Z], [T, E + Z]
-        probs, zero_probs, routing_map = self._real(probs, routing_map)  # -> [T, E], [T, Z], [T, E]
+        given = {"padding_mask": padding_mask, "cu_seqlens": cu_seqlens}
+        given = {name: value for name, value in given.items() if value is not None}
+        probs, routing_map = self.router(hidden_states, **given)  # [S, B, H] -> [T, E + Z], [T, E + Z]
+        probs, zero_probs = probs.tensor_split([self.config.num_moe_experts], dim=1)  # -> [T, E], [T, Z]
+        routing_map = routing_map[:, : self.config.num_moe_experts]  # -> [T, E]
         routing_map = self.routing_map_padding(routing_map)  # [T, E] -> [T, E], a padded clone
         output = self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
         if self.zero_experts is not None:
             output = output + self.zero_experts(hidden_states, zero_probs)
         return output if padding_mask is None else output.masked_fill(padding_mask.unsqueeze(-1), 0.0)
-
-    def _real(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a decision over E real and Z zero-computation experts: probs of both kinds, map of the real ones."""
-        real = self.config.num_moe_experts
-        return probs[:, :real], probs[:, real:], routing_map[:, :real]
 
     def _expert_path(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """Everything after the decision: hidden_states [S, B, H], probs [T, E], routing_map [T, E] -> [S, B, H]."""

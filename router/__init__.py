@@ -13,13 +13,16 @@ from router.losses import (
     z_loss_func,
 )
 from router.padding import RoutingMapPadding, pad_routing_map
+from router.replay import RoutingRecords, recompute
 from router.router import TopKRouter
+from router.step import reset_global_aux_loss_tracker, set_loss_scale, update_expert_bias
 from router.topk import topk_routing_with_score_function
 
 __all__ = [
     "ExpertChoiceRouter",
     "RouterConfig",
     "RoutingMapPadding",
+    "RoutingRecords",
     "TopKRouter",
     "apply_input_jitter",
     "apply_random_logits",
@@ -33,9 +36,13 @@ __all__ = [
     "group_limited_topk",
     "pad_routing_map",
     "qb_dual_update",
+    "recompute",
+    "reset_global_aux_loss_tracker",
     "router_gating_linear",
+    "set_loss_scale",
     "sinkhorn",
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",
+    "update_expert_bias",
     "z_loss_func",
 ]

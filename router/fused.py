@@ -36,7 +36,7 @@ class FusedTopK(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """logits [T, E], [E] or None, ids [T, K] or None -> probs [T, E], routing_map [T, E]; see `router.topk.route`."""
+        """[T, E], [E] or None, [T, K] or None -> probs [T, E], routing_map [T, E]; see `router.topk.route`."""
         if expert_ids is None:
             expert_ids = choose_experts(logits, rule, expert_bias)
         if rule.use_pre_softmax:

@@ -49,8 +49,8 @@ class RouterGroups(Protocol):
 class DecisionRecorder(Protocol):
     """What `RoutingRecords` puts into `TopKRouter.recorder` while it records or replays."""
 
-    def expert_ids(self, choose: Callable[[], Tensor]) -> Tensor:
-        """Return the [T, K] int64 ids to use; choose() is what the router would take."""
+    def expert_ids(self, logits: Tensor, choose: Callable[[], Tensor]) -> Tensor:
+        """Return the [T, K] int64 ids for logits [T, E]; choose() is what the router would take."""
 
     def kept_map(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return the [T, E] map after dropping or rounding; compute() is what the router would keep."""
@@ -191,16 +191,14 @@ class TopKRouter(nn.Module):
         What it adds to a counter goes into `advance`, by the buffer's name.
         """
 
-        def choose() -> Tensor | None:
-            return self._special_choice(logits, padding, advance)
+        def choose() -> Tensor:
+            special = self._special_choice(logits, padding, advance)
+            return choose_experts(logits, self.rule, self.expert_bias) if special is None else special
 
         if self.recorder is None:
-            expert_ids = choose()
+            expert_ids = self._special_choice(logits, padding, advance)
         else:
-            chosen = choose()
-            expert_ids = self.recorder.expert_ids(
-                lambda: choose_experts(logits, self.rule, self.expert_bias) if chosen is None else chosen
-            )
+            expert_ids = self.recorder.expert_ids(logits, choose)
         probs, routing_map = route(logits, self.rule, self.expert_bias, expert_ids, backend=self._backend(logits))
         if padding is not None:
             routing_map = routing_map & ~padding.unsqueeze(-1)

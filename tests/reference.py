@@ -7,7 +7,7 @@ width, G = 2 for gated units (row 0 is the gate, row 1 is up), else 1.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -119,28 +119,11 @@ def weights_on_map(
 
 
 def router(
-    hidden: Tensor,
-    weight: Tensor,
-    topk: int,
-    *,
-    score_function: ScoreFunction = "softmax",
-    pre_softmax: bool = False,
-    bias: Tensor | None = None,
-    expert_bias: Tensor | None = None,
-    scaling_factor: float | None = None,
+    hidden: Tensor, weight: Tensor, topk: int, *, bias: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Route hidden [T, H] by weight [E, H] and bias [E]; returns and further options as in `routing`."""
     logits = hidden @ weight.T  # [T, H] -> [T, E]
-    if bias is not None:
-        logits = logits + bias
-    return routing(
-        logits,
-        topk,
-        score_function=score_function,
-        pre_softmax=pre_softmax,
-        expert_bias=expert_bias,
-        scaling_factor=scaling_factor,
-    )
+    return routing(logits if bias is None else logits + bias, topk, **options)
 
 
 def aux_loss(logits: Tensor, topk: int, coeff: float, score_function: ScoreFunction = "softmax") -> Tensor:

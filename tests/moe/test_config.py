@@ -29,7 +29,7 @@ PADDED = {"moe_router_padding_for_quantization": True}
         ({"moe_router_score_function": "tanh"}, r"moe_router_score_function \('tanh'\).*'softmax', 'sigmoid'"),
         ({"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}, r"pre_softmax \(True\).*'sigmoid'"),
         ({"moe_router_dtype": "bf16"}, r"moe_router_dtype \('bf16'\)"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, r"moe_router_load_balancing_type \('sinkhorn'\)"),
+        ({"moe_router_load_balancing_type": "sinkhorm"}, r"moe_router_load_balancing_type \('sinkhorm'\)"),
         ({"moe_aux_loss_coeff": -0.1}, r"moe_aux_loss_coeff \(-0.1\)"),
         ({"moe_z_loss_coeff": float("nan")}, r"moe_z_loss_coeff \(nan\)"),
         ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}, r"moe_aux_loss_coeff \(0.1\).*'none'"),

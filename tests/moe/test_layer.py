@@ -333,7 +333,7 @@ def test_two_micro_batches_in_flight_equal_separate_ones(recompute: bool) -> Non
     ("fields", "lines"),
     [
         ({}, ["top-3", "fusion=False", "padding     off", "latent      off", "shared      none", "recompute   off"]),
-        ({"moe_router_fusion": True, "moe_aux_loss_coeff": 0.25}, ["fusion=True", "aux loss 0.25"]),
+        ({"moe_router_fusion": True, "moe_aux_loss_coeff": 0.25}, ["fusion=torch", "aux loss 0.25"]),
         ({**PADDED, "fp8_recipe": "mxfp8"}, ["padding     to 32 (mxfp8)", "pad_multiple=32"]),
         ({"params_dtype": torch.float64}, ["parameters torch.float64, GEMMs torch.float64 by torch.mm"]),
         ({"moe_shared_expert_intermediate_size": 9}, ["shared      width 9, gate False"]),

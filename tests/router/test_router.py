@@ -367,7 +367,7 @@ def test_balanced_choice_takes_ranks_in_turn() -> None:
 @pytest.mark.parametrize(("topk", "training"), [(1, True), (2, True), (2, False)])
 def test_sinkhorn_chooses_in_training_and_weights_as_megatron(topk: int, training: bool) -> None:
     router = _router(**EXACT, moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk, moe_z_loss_coeff=0.1)
-    hidden = _hidden(40)
+    hidden = _hidden(40) + router.weight[0].detach()  # most tokens like expert 0
     router.train(training)
     probs, routing_map = router(hidden)
     logits = (hidden @ router.weight.t()).detach()
