@@ -52,6 +52,14 @@ DEFAULT_AUX_LOSS_COEFF = 0.01  # where no type of balancing is asked for
 class FlagParser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print and exit, so that one rank tells the user and not all of them."""
 
+    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+        """Parse, and weight the switch loss where no other way to balance is asked for."""
+        parsed = super().parse_args(*args, **kwargs)
+        if parsed.moe_aux_loss_coeff is None:
+            is_default = parsed.moe_router_load_balancing_type == "aux_loss" and parsed.moe_router_type == "topk"
+            parsed.moe_aux_loss_coeff = DEFAULT_AUX_LOSS_COEFF if is_default else 0.0
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with argparse's message."""
         raise ValueError(f"{message.rstrip('.')}; --help lists the flags.")
@@ -391,9 +399,6 @@ def main() -> None:
     with refused_once():
         args = build_parser().parse_args()
         check_arguments(args)
-        if args.moe_aux_loss_coeff is None:
-            is_default = args.moe_router_load_balancing_type == "aux_loss" and args.moe_router_type == "topk"
-            args.moe_aux_loss_coeff = DEFAULT_AUX_LOSS_COEFF if is_default else 0.0
         config = config_from_args(args, TransformerConfig)
         files, num_binary = find_text_files(args.data_path) if args.data_path else (default_text_files(), 0)
         corpus = ByteCorpus.from_files(files)
