@@ -14,9 +14,10 @@ PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PARITY_STAMP := $(VENV)/parity/.installed
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-.PHONY: help install train test lint format test-slow gpu wheel benchmark-smoke clean
+.PHONY: help install train test lint format test-parity test-slow gpu wheel benchmark-smoke clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +44,18 @@ lint: $(STAMP) ## Check format, lint and types.
 format: $(STAMP) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# megatron-core asks for Python 3.12, but the part that is compared is plain Python: its wheel is unpacked, not installed.
+$(PARITY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[parity]'
+	rm -rf $(VENV)/parity && mkdir $(VENV)/parity
+	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps --python-version 3.12 --only-binary=:all: \
+		-d $(VENV)/parity megatron-core==0.19.2
+	$(BIN)/python -m zipfile -e $(VENV)/parity/megatron_core-*.whl $(VENV)/parity
+	touch $@
+
+test-parity: $(PARITY_STAMP) ## Compare with megatron-core and transformers from PyPI.
+	$(PYTEST) -m parity tests/parity
 
 test-slow: $(STAMP) ## Run the tests marked slow.
 	$(PYTEST) -m "slow and not gpu"

@@ -11,6 +11,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/parity/" in item.path.as_posix():
             item.add_marker(pytest.mark.parity)
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # of the peers
 
 
 @pytest.fixture(scope="module", autouse=True)
