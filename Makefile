@@ -45,16 +45,18 @@ format: $(STAMP) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# megatron-core asks for Python 3.12, but the part that is compared is plain Python: its wheel is unpacked, not installed.
+# megatron-core asks for Python 3.12 and Transformer Engine for CUDA, but what is compared is plain Python: their wheels are
+# unpacked, not installed.
 $(PARITY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[parity]'
 	rm -rf $(VENV)/parity && mkdir $(VENV)/parity
 	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps --python-version 3.12 --only-binary=:all: \
-		-d $(VENV)/parity megatron-core==0.19.2
-	$(BIN)/python -m zipfile -e $(VENV)/parity/megatron_core-*.whl $(VENV)/parity
+		-d $(VENV)/parity megatron-core==0.19.2 transformer-engine==2.20.2
+	$(BIN)/python -m zipfile -e $(VENV)/parity/megatron_core-*.whl $(VENV)/parity/megatron_core
+	$(BIN)/python -m zipfile -e $(VENV)/parity/transformer_engine-*.whl $(VENV)/parity/transformer_engine
 	touch $@
 
-test-parity: $(PARITY_STAMP) ## Compare with megatron-core and transformers from PyPI.
+test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers and Transformer Engine from PyPI.
 	$(PYTEST) -m parity tests/parity
 
 test-slow: $(STAMP) ## Run the tests marked slow.

@@ -100,9 +100,12 @@ def balancing_losses(
             group, now = groups.tp_dp_cp, all_reduce_sum(local, group=groups.tp_dp_cp)
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
-        sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
         sizes = (topk, scores.shape[1])
-        share = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
+        if units.num_sequences == 1 and units.ids is None:
+            share = switch_load_balancing_loss_func(scores, table[0, :-1], table[0, -1], *sizes, 1.0, backend == "te")
+        else:
+            sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
+            share = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
         logged[name] = share.detach() * group.size()
         total = total + coeff * (factor * share)
     if config.moe_z_loss_coeff:

@@ -52,6 +52,10 @@ def fused_aux_loss(
     coeff: float,
 ) -> Tensor:
     """Return the switch loss [] of scores [T, E]; see `router.losses.switch_load_balancing_loss_func`."""
+    if tokens_per_expert.dtype not in (torch.int32, torch.int64):
+        tokens_per_expert = tokens_per_expert.float()
+    if isinstance(total_num_tokens, Tensor):
+        total_num_tokens = total_num_tokens.to(torch.int64)
     return fused_moe_aux_loss(
         probs=probs.contiguous(),
         tokens_per_expert=tokens_per_expert,

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-FOLDER = Path(sys.prefix) / "parity"
+FOLDER = Path(sys.prefix) / "parity" / "megatron_core"
 HOW = "megatron-core is not here: run these tests with `make test-parity`, which fetches it."
 
 
