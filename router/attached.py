@@ -58,6 +58,7 @@ def balancing_losses(
     *,
     global_tokens: Tensor | None,
     backend: str | None,
+    routing_map: Tensor | None = None,
 ) -> Losses:
     """Return the auxiliary losses and the z-loss of a micro-batch.
 
@@ -69,6 +70,7 @@ def balancing_losses(
         groups: over which ranks.
         global_tokens: [E + 1] int64, counts and tokens of the earlier micro-batches of the step, for global_aux_loss.
         backend: as in `route`.
+        routing_map: [T, E] bool, the plain top-k of the scores where it is known; else it is computed.
 
     Collectives: one all_reduce of [(1 + N), E + 1] int64 over tp_cp (N rows with seq_aux_loss alone); with
         global_aux_loss one of [1, E + 1] over tp_dp_cp.
@@ -80,7 +82,8 @@ def balancing_losses(
     valid = (torch.ones_like(logits[:, 0], dtype=torch.bool) if padding is None else ~padding).unsqueeze(-1)  # [T, 1]
     counted, scores = valid, logits.new_zeros(())
     if coeffs:
-        routing_map, scores = loss_scores(logits, topk, config.moe_router_score_function, backend=backend)
+        function = config.moe_router_score_function
+        routing_map, scores = loss_scores(logits, topk, function, backend=backend, routing_map=routing_map)
         counted = torch.cat([routing_map & valid, valid], dim=1)  # [T, E + 1], the last column counts tokens
         scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
     counted = counted.to(torch.int64)

@@ -25,8 +25,10 @@ class ExpertChoiceRouter(TopKRouter):
     Source: Mixture-of-Experts with Expert Choice Routing, arXiv:2202.09368, section 3.2.
     """
 
-    def decide(self, logits: Tensor, padding: Tensor | None, advance: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """[T, E] logits -> probs [T, E], routing_map [T, E] with equal column sums."""
+    def decide(
+        self, logits: Tensor, padding: Tensor | None, advance: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, E] logits -> probs [T, E], routing_map [T, E] with equal column sums, and that again."""
         scores = scores_of(logits, self.rule.score_function)
         if self.rule.scaling_factor is not None:
             scores = scores * self.rule.scaling_factor
@@ -39,4 +41,4 @@ class ExpertChoiceRouter(TopKRouter):
             scores, all_open, topk, factor, policy, padding_mask=padding
         )  # the C best of all tokens
         advance["tokens_per_expert"] = routing_map.sum(0)
-        return probs, routing_map
+        return probs, routing_map, routing_map

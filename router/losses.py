@@ -47,8 +47,16 @@ def compute_routing_scores_for_aux_loss(
     return routing_map & ~padding, scores.masked_fill(padding, 0.0)
 
 
-def loss_scores(logits: Tensor, topk: int, score_function: str, *, backend: str | None) -> tuple[Tensor, Tensor]:
-    """Return routing_map and scores [T, E] as `compute_routing_scores_for_aux_loss`; backend as in `route`."""
+def loss_scores(
+    logits: Tensor, topk: int, score_function: str, *, backend: str | None, routing_map: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return routing_map and scores [T, E] as `compute_routing_scores_for_aux_loss`.
+
+    Args:
+        logits, topk, score_function: as there.
+        backend: as in `route`.
+        routing_map: [T, E] bool, the top-k if it is known already.
+    """
     if backend == "te":
         from router.fused_te import fused_loss_scores, takes_logits
 
@@ -56,6 +64,8 @@ def loss_scores(logits: Tensor, topk: int, score_function: str, *, backend: str 
             return fused_loss_scores(logits, topk, score_function)
     fused = backend is not None
     scores = FusedLossScores.apply(logits, score_function) if fused else normalized_scores(logits, score_function)
+    if routing_map is not None:
+        return routing_map, scores
     chosen = logits.detach().topk(topk, dim=-1).indices  # the order of logits is that of scores, without saturated ties
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
 

@@ -178,17 +178,21 @@ class TopKRouter(nn.Module):
         if self.config.moe_router_force_load_balancing in (True, "random"):
             logits = apply_random_logits(logits)
         advance: dict[str, Tensor] = {}  # buffer -> what this decision adds to it
+        probs, routing_map, chosen = self.decide(logits, padding, advance)  # [T, E] -> three of [T, E]
         if self._learns:
-            logits = self._with_losses(logits, padding, Sequences.of(hidden_states.shape, cu_seqlens), advance)
-        probs, routing_map = self.decide(logits, padding, advance)  # [T, E] -> [T, E], [T, E]
-        if self._learns:
+            sequences = Sequences.of(hidden_states.shape, cu_seqlens)
+            probs = self._with_losses(probs, logits, chosen, padding, sequences, advance)
             probs = on_backward(probs, lambda: self._advance(advance))
         return probs, routing_map
 
-    def decide(self, logits: Tensor, padding: Tensor | None, advance: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the decision for logits [T, E] and padding [T] bool: probs [T, E], routing_map [T, E].
+    def decide(
+        self, logits: Tensor, padding: Tensor | None, advance: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the decision for logits [T, E] and padding [T] bool.
 
-        What it adds to a counter goes into `advance`, by the buffer's name.
+        Returns:
+            probs [T, E]; routing_map [T, E]; and the map as it was before capacity or rounding changed it. What the
+            decision adds to a counter goes into `advance`, by the buffer's name.
         """
 
         def choose() -> Tensor:
@@ -204,7 +208,7 @@ class TopKRouter(nn.Module):
             routing_map = routing_map & ~padding.unsqueeze(-1)
             probs = probs.masked_fill(padding.unsqueeze(-1), 0.0)
         advance["tokens_per_expert"] = routing_map.sum(0)
-        return self._limit(logits, probs, routing_map, padding, advance)
+        return *self._limit(logits, probs, routing_map, padding, advance), routing_map
 
     def _flatten(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[S, B, H], [S, B] -> [T, H] with padding rows zeroed, so that whatever they held stays there; [T]."""
@@ -287,12 +291,26 @@ class TopKRouter(nn.Module):
         advance["added_tokens_per_expert"] = (kept & ~chosen).sum(0)
         return kept_probs, kept
 
+    @property
+    def _chooses_plainly(self) -> bool:
+        """Whether the choice is the top-k of the scores alone, which is the choice that losses count."""
+        is_forced = self.recorder is not None or self.config.moe_router_force_load_balancing == "balanced"
+        is_special = self.rule.group_topk is not None or self.expert_bias is not None or self.qb_beta is not None
+        return not is_forced and not is_special and self.config.balancing_types != ("sinkhorn",)
+
     def _with_losses(
-        self, logits: Tensor, padding: Tensor | None, sequences: Sequences, advance: dict[str, Tensor]
+        self,
+        probs: Tensor,
+        logits: Tensor,
+        chosen: Tensor,
+        padding: Tensor | None,
+        sequences: Sequences,
+        advance: dict[str, Tensor],
     ) -> Tensor:
-        """Return logits [T, E] with the balancing losses attached; the same tensor if there are none."""
+        """Return probs [T, E] with the balancing losses of logits [T, E] attached; the same tensor without losses."""
         if not self.config.aux_loss_coeffs and not self.config.moe_z_loss_coeff:
-            return logits
+            return probs
+        backend = self._backend(logits)
         losses = balancing_losses(
             self.config,
             logits,
@@ -300,13 +318,14 @@ class TopKRouter(nn.Module):
             sequences,
             self.loss_groups,
             global_tokens=self.global_tokens,
-            backend=self._backend(logits),
+            backend=backend,
+            routing_map=chosen if backend == "torch" and self._chooses_plainly else None,
         )
         for name, value in losses.logged.items():
             getattr(self, name).copy_(value)
         if losses.global_counts is not None:
             advance["global_tokens"] = losses.global_counts
-        return attach_loss(logits, losses.total, scale=self.loss_scale)
+        return attach_loss(probs, losses.total, scale=self.loss_scale)
 
     @torch.no_grad()
     def _advance(self, advance: dict[str, Tensor]) -> None:

@@ -88,8 +88,10 @@ def log_scores(logits: Tensor, score_function: str) -> Tensor:
     return torch.where(small, logits, F.softplus(logits.clamp(min=SOFTPLUS_IS_EXP)).log()) / 2
 
 
-def log_scores_grad(logits: Tensor, score_function: str) -> Tensor:
-    """Return the derivative of `log_scores`, element by element; not for softmax, where it is 1."""
+def log_scores_grad(logits: Tensor, score_function: str) -> Tensor | None:
+    """Return the derivative of `log_scores`, element by element; None for softmax, where it is 1."""
+    if score_function == "softmax":
+        return None
     if score_function == "sigmoid":
         return (-logits).sigmoid()
     softplus = F.softplus(logits.clamp(min=SOFTPLUS_IS_EXP))
@@ -101,12 +103,17 @@ def normalized_scores(logits: Tensor, score_function: str) -> Tensor:
     return log_scores(logits, score_function).softmax(-1)
 
 
-def normalized_scores_grad(logits: Tensor, grad: Tensor, score_function: str) -> Tensor:
-    """Gradient of `normalized_scores` with respect to logits: [T, E], [T, E] -> [T, E]."""
-    scores = normalized_scores(logits, score_function)
+def normalized_scores_grad(scores: Tensor, slopes: Tensor | None, grad: Tensor) -> Tensor:
+    """Gradient of `normalized_scores` with respect to logits.
+
+    Args:
+        scores: [T, E], what `normalized_scores` returned.
+        slopes: [T, E], `log_scores_grad`; None for softmax.
+        grad: [T, E], the gradient of scores.
+    """
     weighted = scores * grad
-    weighted = weighted - scores * weighted.sum(-1, keepdim=True)
-    return weighted if score_function == "softmax" else weighted * log_scores_grad(logits, score_function)
+    weighted = torch.addcmul(weighted, scores, weighted.sum(-1, keepdim=True), value=-1.0)
+    return weighted if slopes is None else weighted.mul_(slopes)
 
 
 def chosen_weights(chosen_logits: Tensor, rule: RoutingRule) -> Tensor:
@@ -114,14 +121,6 @@ def chosen_weights(chosen_logits: Tensor, rule: RoutingRule) -> Tensor:
     if chosen_logits.shape[-1] == 1:
         return scores_of(chosen_logits, rule.score_function)
     return normalized_scores(chosen_logits, rule.score_function)
-
-
-def chosen_weights_grad(chosen_logits: Tensor, grad: Tensor, rule: RoutingRule) -> Tensor:
-    """Gradient of `chosen_weights` with respect to chosen_logits: [T, K], [T, K] -> [T, K]."""
-    if chosen_logits.shape[-1] == 1:
-        weights = scores_of(chosen_logits, rule.score_function)
-        return grad * weights * log_scores_grad(chosen_logits, rule.score_function)
-    return normalized_scores_grad(chosen_logits, grad, rule.score_function)
 
 
 def dense_weights(logits: Tensor, routing_map: Tensor, rule: RoutingRule) -> Tensor:

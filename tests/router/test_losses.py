@@ -135,13 +135,18 @@ def test_padding_rows_count_nowhere(score_function: str, fused: bool) -> None:
     assert z_loss_func(logits, 0.3, everything).item() == 0.0
 
 
-def test_fused_loss_scores_save_the_logits_alone() -> None:
-    for score_function in ("softmax", "sigmoid", "sqrtsoftplus"):
-        logits = torch.randn(13, NUM_EXPERTS, requires_grad=True)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x):
-            compute_routing_scores_for_aux_loss(logits, 2, score_function, fused=True)
-        assert [tensor.data_ptr() for tensor in saved] == [logits.data_ptr()]
+def test_fused_loss_scores_save_scores_and_logits() -> None:
+    for score_function, num_saved in (("softmax", 1), ("sigmoid", 2), ("sqrtsoftplus", 2)):
+        sizes = []
+        for fused in (False, True):
+            logits, saved = torch.randn(13, NUM_EXPERTS, requires_grad=True), {}
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x, saved=saved: (saved.update({x.data_ptr(): x}), x)[1], lambda x: x
+            ):
+                compute_routing_scores_for_aux_loss(logits, 2, score_function, fused)
+            sizes.append(len(saved))
+        assert sizes[1] == num_saved
+        assert sizes[1] < sizes[0] or score_function == "softmax"
 
 
 def test_sequences_add_up_their_own_tokens() -> None:
