@@ -73,8 +73,9 @@ wheel: $(STAMP) ## Build a wheel and use it in a fresh environment with torch an
 	.venv-wheel/bin/python -I tests/wheel_check.py .
 	rm -rf build .venv-wheel
 
-benchmark-smoke: $(STAMP) ## Run the layer benchmark at a tiny size.
+benchmark-smoke: $(STAMP) ## Run the benchmarks at a tiny size.
 	$(BIN)/python benchmarks/layer.py --tiny
+	$(BIN)/python benchmarks/router_fusion.py --tiny
 
 clean: ## Remove what builds and checks left; environments and runs stay.
 	rm -rf build dist .venv-wheel *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

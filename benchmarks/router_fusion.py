@@ -1,7 +1,7 @@
 """The fused router decision beside the unfused one on the CPU: process time of forward + backward, and saved bytes.
 
-Legend: `T` tokens, `H` hidden size, `E` experts, `K` top-k. Each case is a whole TopKRouter, so its small gate is in both
-times; backward starts from a random gradient of probs. In every round each way runs once, the order alternating; a
+Legend: `T` tokens, `H` hidden size, `E` experts, `K` top-k. Each case is a whole TopKRouter, so its small gate is in
+both times; backward starts from a random gradient of probs. In every round each way runs once, the order alternating; a
 ratio is the median over the rounds of unfused / fused, so other load on the machine cancels out.
 """
 

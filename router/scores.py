@@ -93,7 +93,7 @@ def log_scores_grad(logits: Tensor, score_function: str) -> Tensor | None:
     if score_function == "softmax":
         return None
     if score_function == "sigmoid":
-        return (-logits).sigmoid()
+        return logits.neg().sigmoid_()
     softplus = F.softplus(logits.clamp(min=SOFTPLUS_IS_EXP))
     return torch.where(logits < SOFTPLUS_IS_EXP, 0.5, logits.sigmoid() / softplus / 2)
 
@@ -112,7 +112,7 @@ def normalized_scores_grad(scores: Tensor, slopes: Tensor | None, grad: Tensor) 
         grad: [T, E], the gradient of scores.
     """
     weighted = scores * grad
-    weighted = torch.addcmul(weighted, scores, weighted.sum(-1, keepdim=True), value=-1.0)
+    weighted.addcmul_(scores, weighted.sum(-1, keepdim=True), value=-1.0)
     return weighted if slopes is None else weighted.mul_(slopes)
 
 
