@@ -138,5 +138,6 @@ def dense_weights(logits: Tensor, routing_map: Tensor, rule: RoutingRule) -> Ten
         weights = scores_of(logits, rule.score_function)
     else:
         logs = log_scores(logits, rule.score_function)
-        weights = (logs - logs.masked_fill(~routing_map, -torch.inf).logsumexp(-1, keepdim=True)).exp()
+        over = routing_map | ~routing_map.any(-1, keepdim=True)  # a token that is routed nowhere: over all experts
+        weights = (logs - logs.masked_fill(~over, -torch.inf).logsumexp(-1, keepdim=True)).exp()
     return weights if rule.scaling_factor is None else weights * rule.scaling_factor

@@ -424,6 +424,20 @@ def test_token_rounding_is_for_training_and_keeps_other_weights(policy: str) -> 
     assert torch.equal(router.eval()(hidden)[1], chosen)
 
 
+def test_token_rounding_of_padded_tokens_has_finite_gradients() -> None:
+    router, hidden = _router(**EXACT, moe_token_rounding_policy="up", moe_token_rounding_multiple=4), _hidden(33)
+    padding = torch.rand(33, generator=torch.Generator().manual_seed(4)) < 0.4
+    leaf = hidden.requires_grad_()
+    gradients = []
+    for arguments in ((leaf, padding), (leaf[~padding],)):
+        probs, _ = router(*arguments)
+        upstream = _hidden(33, seed=2)[:, :NUM_EXPERTS]
+        weight = upstream if len(arguments) == 2 else upstream[~padding]
+        gradients.append(torch.autograd.grad((probs * weight).sum(), [leaf, router.weight]))
+    for actual, expected in zip(*gradients, strict=True):
+        assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("pad", [False, True])
 def test_capacity_limits_and_pads_without_a_host_sync(pad: bool, policy: str) -> None:
