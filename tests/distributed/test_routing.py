@@ -4,6 +4,7 @@ The decision of each rank depends on its own tokens alone, so a router on one pr
 tested in tests/router. Here: that the layer carries it out on any number of ranks, whatever its counts are.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -146,6 +147,36 @@ def worker(options: list[str]) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_option_on_every_factoring(world_size: int) -> None:
     assert failures_of(run_ranks(worker, world_size, list(OPTIONS))) == ""
+
+
+def per_token_worker() -> list[str]:
+    """Losses are sums over valid tokens: gradients are those of the sum over all ranks, divided by all valid tokens."""
+    found = []
+    for ep, etp in factorings(dist.get_world_size()):
+        groups = ProcessGroups.build(ep, etp)
+        expected = expected_of("groups, bias, scaled", ep, padded=True)
+        torch.manual_seed(3)
+        config = replace(config_of("groups, bias, scaled"), calculate_per_token_loss=True)
+        layer = MoELayer(config, groups)
+        layer.router.expert_bias.copy_(torch.linspace(-0.3, 0.3, NUM_EXPERTS))
+        hidden, gradient, padding = draw(dist.get_rank())
+        layer(hidden, padding).backward(gradient)
+        num_tokens = (~padding).sum()
+        finalize_gradients(layer, groups, num_microbatches=3, num_tokens=num_tokens)
+        dist.all_reduce(num_tokens)
+        weights = {"router": layer.router, "fc1": layer.experts.linear_fc1, "fc2": layer.experts.linear_fc2}
+        for name, module in weights.items():
+            wanted = expected[name] * dist.get_world_size() / num_tokens
+            try:
+                assert_close(full(module.weight.grad), wanted, what=f"ep {ep}, etp {etp}, {name}")
+            except AssertionError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_per_token_losses_with_uneven_counts(world_size: int) -> None:
+    assert failures_of(run_ranks(per_token_worker, world_size)) == ""
 
 
 def replay_worker(use_reentrant: bool) -> list[bool]:

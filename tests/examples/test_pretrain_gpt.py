@@ -138,8 +138,25 @@ def outputs(folder: Path) -> list[str]:
         [],
         ["--moe-router-fusion", "--moe-router-padding-for-quantization"],
         ["--moe-layer-recompute", "--global-batch-size", "8"],
+        [
+            *[
+                "--moe-router-score-function",
+                "sigmoid",
+                "--moe-router-enable-expert-bias",
+                "--calculate-per-token-loss",
+            ],
+            *[
+                "--moe-router-load-balancing-type",
+                "seq_aux_loss",
+                "global_aux_loss",
+                "--moe-aux-loss-coeff",
+                "0.01",
+                "0.02",
+            ],
+            *["--moe-expert-capacity-factor", "1.2", "--global-batch-size", "8"],
+        ],
     ],
-    ids=["plain", "fusion and padding", "recompute and accumulation"],
+    ids=["plain", "fusion and padding", "recompute and accumulation", "bias, list of losses, capacity, per token"],
 )
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     tiny: list[str], tmp_path: Path, options: list[str]

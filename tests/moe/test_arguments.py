@@ -111,6 +111,30 @@ class Forms:
     is_on: bool = True  # has a negation
 
 
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (
+            ["--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"],
+            {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+        ),
+        (
+            ["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "--moe-aux-loss-coeff", "0.1", "0.2"],
+            {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.2)},
+        ),
+        (["--moe-router-force-load-balancing"], {"moe_router_force_load_balancing": "random"}),
+        (["--moe-router-force-load-balancing", "balanced"], {"moe_router_force_load_balancing": "balanced"}),
+        ([], {"moe_router_force_load_balancing": False, "moe_router_load_balancing_type": "aux_loss"}),
+        (["--moe-token-rounding-policy", "up"], {"moe_token_rounding_policy": "up"}),
+        (["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"], {"moe_router_num_groups": 2}),
+    ],
+    ids=str,
+)
+def test_flags_with_several_values_or_none(flags: list[str], values: dict[str, Any]) -> None:
+    config = parse(flags)
+    assert {name: getattr(config, name) for name in values} == values
+
+
 def test_optional_literal_bool_and_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:
     parser = parser_of(Forms)
     flags = ["--needed", "1", "--wanted", "x"]

@@ -114,3 +114,35 @@ def test_a_model_built_on_the_meta_device_is_initialised_after_to_empty() -> Non
     unset = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
     assert unset == []
     assert model(ids(), ids(2)).isfinite()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_padding_at_the_end_changes_nothing_for_the_rest(per_token: bool) -> None:
+    config = replace(CONFIG, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, calculate_per_token_loss=per_token)
+    model, tokens, labels, lengths = MoEGPT(config), ids(1), ids(2), (5, 2, 3)
+    padding = torch.arange(SEQUENCE) >= torch.tensor(lengths).unsqueeze(1)
+    loss = model(tokens, labels, padding)
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    log_probs = model(tokens, padding_mask=padding).log_softmax(-1).gather(2, labels[..., None]).squeeze(-1)
+    expected = -log_probs[~padding].sum() / (1 if per_token else sum(lengths))
+    assert_close(loss, expected)
+    for b, length in enumerate(lengths):  # the logits of a sequence are those of its valid tokens alone
+        alone = model(tokens[b : b + 1, :length])
+        assert_close(model(tokens, padding_mask=padding)[b, :length], alone[0])
+    counts = [layer.router.tokens_per_expert.sum().item() for layer in model.moe_layers().values()]
+    assert counts == [2 * sum(lengths)] * 2
+    changed = tokens.masked_fill(padding, 0)
+    model.zero_grad()
+    assert_close(model(changed, labels, padding), loss)
+    model(changed, labels, padding).backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert_close(parameter.grad, gradient)
+
+
+def test_ignored_labels_have_no_loss() -> None:
+    model, tokens, labels = MoEGPT(CONFIG), ids(1), ids(2)
+    ignored = torch.rand(BATCH, SEQUENCE, generator=torch.Generator().manual_seed(3)) < 0.4
+    log_probs = model(tokens).log_softmax(-1).gather(2, labels[..., None]).squeeze(-1)
+    assert_close(model(tokens, labels.masked_fill(ignored, -100)), -log_probs[~ignored].mean())
+    assert model(tokens, torch.full_like(labels, -100)).item() == 0.0
