@@ -87,11 +87,9 @@ def balancing_losses(
         counted = torch.cat([routing_map & valid, valid], dim=1)  # [T, E + 1], the last column counts tokens
         scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
     counted = counted.to(torch.int64)
-    counts = [counted.sum(0, keepdim=True)]  # a row for each balanced unit: the batch, then each sequence
-    if "seq_aux_loss" in coeffs:
-        counts.append(sequences.sum(counted))
-    local = counts[0]
-    shared = all_reduce_sum(torch.cat(counts), group=groups.tp_cp)
+    local = counted.sum(0, keepdim=True)  # a row for each balanced unit: the batch, then each sequence
+    by_sequence = [sequences.sum(counted)] if "seq_aux_loss" in coeffs else []
+    shared = all_reduce_sum(torch.cat([local, *by_sequence]), group=groups.tp_cp)
     num_tokens = shared[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
     total, logged, global_counts = logits.new_zeros(()), {}, None
@@ -103,12 +101,7 @@ def balancing_losses(
             group, now = groups.tp_dp_cp, all_reduce_sum(local, group=groups.tp_dp_cp)
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
-        sizes = (topk, scores.shape[1])
-        if units.num_sequences == 1 and units.ids is None:
-            share = switch_load_balancing_loss_func(scores, table[0, :-1], table[0, -1], *sizes, 1.0, backend == "te")
-        else:
-            sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
-            share = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
+        share = _switch_loss(scores, table, units, topk, backend)
         logged[name] = share.detach() * group.size()
         total = total + coeff * (factor * share)
     if config.moe_z_loss_coeff:
@@ -116,6 +109,15 @@ def balancing_losses(
         logged["z_loss"] = share.detach() * groups.tp_cp.size()
         total = total + config.moe_z_loss_coeff * (weight * share)
     return Losses(total, logged, global_counts)
+
+
+def _switch_loss(scores: Tensor, table: Tensor, units: Sequences, topk: int, backend: str | None) -> Tensor:
+    """Mean over the units of this rank's share of the switch loss: scores [T, E], counts and tokens [units, E + 1]."""
+    sizes = (topk, scores.shape[1])
+    if units.num_sequences == 1 and units.ids is None:
+        return switch_load_balancing_loss_func(scores, table[0, :-1], table[0, -1], *sizes, 1.0, backend == "te")
+    sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
+    return switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
 
 
 def _counts_so_far(now: Tensor, earlier: Tensor | None) -> Tensor:

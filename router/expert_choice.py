@@ -34,8 +34,6 @@ class ExpertChoiceRouter(TopKRouter):
             scores = scores * self.rule.scaling_factor
         factor = self.config.moe_expert_capacity_factor or 1.0
         all_open = torch.ones_like(scores, dtype=torch.bool)
-        if padding is not None:
-            all_open = all_open & ~padding.unsqueeze(-1)
         topk, policy = self.rule.topk, self.config.moe_token_drop_policy
         probs, routing_map = apply_router_token_dropping(
             scores, all_open, topk, factor, policy, padding_mask=padding

@@ -87,6 +87,17 @@ def test_ids_are_forced_and_weights_keep_their_gradient(mode: dict[str, object])
     assert replayed.recorder is None
 
 
+def test_recompute_inside_a_replay_takes_the_replayed_ids() -> None:
+    router, hidden = _router(**EXACT), _hidden(4).requires_grad_()
+    ids = torch.tensor([[4, 0], [0, 1], [1, 2], [3, 2]])
+    assert not torch.equal(router(hidden)[1], torch.zeros(4, NUM_EXPERTS).scatter(1, ids, 1.0).bool())
+    with RoutingRecords.from_dense(ids.unsqueeze(1), [""]).replay(router):
+        probs, routing_map = recompute(router, hidden)
+    assert torch.equal(routing_map, torch.zeros(4, NUM_EXPERTS).scatter(1, ids, 1.0).bool())
+    probs.sum().backward()
+    assert torch.equal(router.tokens_per_expert, routing_map.sum(0))
+
+
 def test_recording_changes_nothing_and_replaying_itself_is_bitwise() -> None:
     model, hidden = _model(), _hidden(12).view(4, 3, HIDDEN_SIZE)
     expected = model(hidden)
@@ -156,9 +167,9 @@ def test_recompute_keeps_decisions_whatever_the_router_says_then(
     records, outer = RoutingRecords(), RoutingRecords()
     with records.record(model):
         model(hidden)
-    seen: list[Tensor] = []
+    seen: list[tuple[Tensor, Tensor]] = []
     for router in model.routers():
-        router.register_forward_hook(lambda module, args, result: seen.append(result[1]))
+        router.register_forward_hook(lambda module, args, result: seen.append(result))
     if nested == "replay":
         outer = records
     if nested is None:
@@ -169,8 +180,9 @@ def test_recompute_keeps_decisions_whatever_the_router_says_then(
     _flip_all(model)
     output.sum().backward()
     assert len(seen) == 4
-    for first, again in zip(seen[:2], seen[2:], strict=True):
+    for (_, first), (probs, again) in zip(seen[:2], seen[2:], strict=True):
         assert torch.equal(first, again)
+        assert torch.equal(probs != 0, again)
     for router in model.routers():
         assert router.tokens_per_expert.sum() == 12 * TOPK
         assert router.recorder is None

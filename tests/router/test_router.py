@@ -262,6 +262,29 @@ def test_a_mask_that_does_not_fit_is_refused(mask: Tensor, message: str) -> None
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        BIASED,
+        {**BIASED, "moe_router_num_groups": 5, "moe_router_group_topk": 2},
+        {"moe_router_force_load_balancing": "balanced"},
+    ],
+    ids=str,
+)
+def test_losses_count_the_plain_choice_whatever_is_routed(fields: dict[str, object], fused: bool) -> None:
+    router, hidden = _router(**EXACT, **fields, **LOSSES, moe_router_fusion=fused), _hidden(33)
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.tensor([9.0, 9, 0, 0, 0]))
+    probs, routing_map = router(hidden)
+    (gradient,) = torch.autograd.grad((probs * 0.0).sum(), router.weight)
+    logits = hidden @ router.weight.t()
+    score_function = router.config.moe_router_score_function
+    assert not torch.equal(routing_map, reference.largest(logits, TOPK))
+    (expected,) = torch.autograd.grad(_reference_losses(logits, TOPK, score_function), router.weight)
+    assert_close(gradient, expected)
+
+
 @pytest.mark.parametrize("move", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double()])
 def test_expert_bias_keeps_every_bit_through_moves(move: Callable[[TopKRouter], TopKRouter]) -> None:
     router = _router(**BIASED)

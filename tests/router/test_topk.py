@@ -344,6 +344,20 @@ def test_normalisation_holds_where_scores_underflow(score_function: str, fused: 
     assert_close(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus"])
+def test_a_single_expert_has_a_finite_gradient_where_its_score_underflows(score_function: str, fused: bool) -> None:
+    logits = torch.tensor([[-200.0, -500.0], [-30.0, -31.0], [3.0, 90.0]], requires_grad=True)
+    probs, _ = topk_routing_with_score_function(logits, 1, score_function=score_function, fused=fused)
+    (gradient,) = torch.autograd.grad(probs.sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    expected, _ = reference.routing(exact, 1, score_function=score_function)
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    assert gradient.isfinite().all()
+    assert_close(gradient[1:], wanted[1:])
+    assert gradient[0].abs().max() < 1e-18
+
+
 @pytest.mark.parametrize(
     ("shape", "topk", "options", "message"),
     [
