@@ -21,6 +21,9 @@ FP64 = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
 PADDED = {"moe_router_padding_for_quantization": True}
 
 
+EXACT = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
+
+
 def build(seed: int = 0, **fields: object) -> MoELayer:
     torch.manual_seed(seed)
     defaults = {
@@ -360,3 +363,47 @@ def test_autocast_does_not_reach_inside() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = build(**fields)(draw(4, torch.float32))
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"moe_layer_recompute": True, "moe_router_fusion": True}, {"moe_latent_size": 5}], ids=str
+)
+def test_padding_tokens_reach_nothing_whatever_they_hold(fields: dict) -> None:
+    """The rest comes out as it does alone, in values and gradients; padding comes out as 0."""
+    options = {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 9, "moe_shared_expert_gate": True}
+    layer = build(**EXACT, **options, **fields, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    hidden_states = draw(7).detach()
+    padding = torch.rand(7, BATCH, generator=torch.Generator().manual_seed(1)) < 0.4
+    spoilt = hidden_states.masked_fill(padding.unsqueeze(-1), torch.nan).requires_grad_()
+    output = layer(spoilt, padding)
+    upstream = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)
+    output.backward(upstream)
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    alone = hidden_states[~padding].unsqueeze(1).requires_grad_()
+    expected = layer(alone)
+    expected.backward(upstream[~padding].unsqueeze(1))
+    assert not output[padding].any()
+    assert_close(output[~padding], expected.squeeze(1))
+    assert not spoilt.grad[padding].any()
+    assert_close(spoilt.grad[~padding], alone.grad.squeeze(1))
+    for name, parameter in layer.named_parameters():
+        assert_close(gradients[name], parameter.grad, what=name)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_dropped_tokens_keep_the_shared_expert(pad: bool) -> None:
+    limits = {"moe_expert_capacity_factor": 0.1, "moe_pad_expert_input_to_capacity": pad}
+    layer = build(**EXACT, **limits, moe_shared_expert_intermediate_size=9)
+    hidden_states = draw(7)
+    _, routing_map = layer.router(hidden_states)
+    probs, _ = layer.router(hidden_states)
+    dropped = (probs == 0).all(1).view(7, BATCH)
+    assert 0 < dropped.sum() < dropped.numel()
+    output, shared = layer(hidden_states), layer.shared_experts(hidden_states)
+    assert_close(output[dropped], shared[dropped])
+    assert (output[~dropped] - shared[~dropped]).abs().amax(-1).min() > 1e-6
+    assert routing_map.sum(0).max() <= 2  # ceil(21 * 3 / 6 * 0.1)

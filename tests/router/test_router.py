@@ -112,17 +112,23 @@ def _weight_gradient(router: TopKRouter, hidden: Tensor) -> Tensor:
     return router.weight.grad
 
 
-@pytest.mark.parametrize("name", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
+@pytest.mark.parametrize("name", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_gradient_is_linear_in_its_coefficient(fused: bool, name: str) -> None:
-    hidden, options = _hidden(33), {**EXACT, "moe_router_fusion": fused}
+    hidden, options = _hidden(11, 3), {**EXACT, "moe_router_fusion": fused}
+
+    def with_loss(coeff: float) -> TopKRouter:
+        if name == "z_loss":
+            return _router(**options, moe_z_loss_coeff=coeff)
+        return _router(**options, moe_router_load_balancing_type=name, moe_aux_loss_coeff=coeff)
+
     main = _weight_gradient(_router(**options), hidden)
-    once, thrice = (_weight_gradient(_router(**options, **{name: coeff}), hidden) - main for coeff in (0.1, 0.3))
+    once, thrice = (_weight_gradient(with_loss(coeff), hidden) - main for coeff in (0.1, 0.3))
     assert once.abs().max() > 1e-3
     assert_close(thrice, 3 * once)
-    assert torch.equal(_weight_gradient(_router(**options, **{name: 0.3}).eval(), hidden), main)
-    off = {"moe_router_load_balancing_type": "none"} if name == "moe_aux_loss_coeff" else {}
-    assert torch.equal(_weight_gradient(_router(**options, **off), hidden), main)
+    assert torch.equal(_weight_gradient(with_loss(0.3).eval(), hidden), main)
+    assert torch.equal(_weight_gradient(with_loss(0.0), hidden), main)
+    assert torch.equal(_weight_gradient(_router(**options, moe_router_load_balancing_type="none"), hidden), main)
 
 
 def test_counters_and_loss_buffers_advance_in_training_alone() -> None:
