@@ -9,6 +9,7 @@ from torch import Tensor
 from router.collectives import all_reduce_sum
 
 SINKHORN_EPS = 1e-8  # Megatron-Core's guard of its divisions
+SINKHORN_ROW_BOUND = 10.0  # a row whose maximum is beyond +-10 is shifted to it, so that exp stays in range
 MAX_SINKHORN_ITERATIONS = 1000  # tens are usual; costs that never converge end here
 
 
@@ -17,7 +18,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
     """Return exp(cost) with rows and columns scaled until every token has one unit and every expert the same sum.
 
     Args:
-        cost: [T, E] logits. A row that holds NaN or +inf takes no part and gets zeros.
+        cost: [T, E] logits. A row that holds NaN or +inf, or nothing but -inf, takes no part and gets zeros.
         tol: the iteration ends when the column factors change by less than this in the mean.
 
     Returns:
@@ -25,12 +26,14 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
 
     Host syncs: one per iteration, to see whether it has converged.
 
-    Source: Megatron-Core moe_utils, function of the same name; Sinkhorn and Knopp, 1967. Differs: rows are shifted by
-        their maximum first, which changes nothing but keeps exp finite, and the number of iterations is bounded.
+    Source: Megatron-Core moe_utils, function of the same name; Sinkhorn and Knopp, 1967. Differs: exp cannot overflow
+        or vanish, because rows far from zero are shifted first: their factor absorbs the shift, but for the guard of
+        the divisions. And the number of iterations is bounded.
     """
     highest = cost.amax(-1, keepdim=True) if cost.numel() else cost.new_zeros(cost.shape[0], 1)
     takes_part = highest.isfinite()  # [T, 1]; NaN is the maximum of its row
-    kernel = torch.where(takes_part, (cost - highest).exp(), 0.0)
+    shift = highest - highest.clamp(-SINKHORN_ROW_BOUND, SINKHORN_ROW_BOUND)
+    kernel = torch.where(takes_part, (cost - shift).exp(), 0.0)
     num_rows = takes_part.sum().clamp(min=1)
     columns = cost.new_ones(cost.shape[1])
     rows = cost.new_ones(cost.shape[0])
@@ -52,14 +55,15 @@ def qb_dual_update(
     threshold above which T * k / E tokens lie.
 
     Args:
-        scores: [T, E].
+        scores: [T, E]. A row that is not finite has no say in the quantile.
         k: experts per token, below E.
         beta: [E] fp32, the bias of each expert; larger is chosen less.
         update_beta: False returns beta as it is.
-        padding_mask: [T] bool, True = padding: such rows have no say in the quantile. NaN is below every value.
+        padding_mask: [T] bool, True = padding: such rows have no say in the quantile either.
 
     Returns:
-        The choice [T, k] int64; the quantile [E] in the dtype of scores. T * k / E is rounded down. No host sync.
+        The choice [T, k] int64; the quantile [E] in the dtype of scores, beta if no row has a say. T counts the rows
+        that have one, and T * k / E is rounded down. No host sync.
 
     Raises:
         ValueError: k is not below E.
@@ -72,11 +76,11 @@ def qb_dual_update(
     best = (scores - beta).topk(k + 1, dim=1)
     if not update_beta or num_tokens == 0:
         return best.indices[:, :k], beta
-    margins = (scores - best.values[:, k:]).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    num_valid = torch.tensor(num_tokens, device=scores.device)
+    has_say = scores.isfinite().all(dim=1)  # [T]
     if padding_mask is not None:
-        margins = margins.masked_fill(padding_mask.unsqueeze(-1), -torch.inf)
-        num_valid = padding_mask.logical_not().sum()
+        has_say = has_say & ~padding_mask
+    margins = (scores - best.values[:, k:]).masked_fill(~has_say.unsqueeze(-1), -torch.inf)
+    num_valid = has_say.sum()
     place = (num_valid * k // num_experts).expand(1, num_experts)
     quantile = margins.sort(dim=0, descending=True).values.gather(0, place).squeeze(0)  # [T, E] -> [E]
     return best.indices[:, :k], torch.where(num_valid > 0, quantile, beta.to(quantile.dtype))

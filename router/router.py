@@ -260,7 +260,8 @@ class TopKRouter(nn.Module):
         rows = torch.cat([logits, is_padding.to(logits.dtype).unsqueeze(-1)], dim=1)  # [T, E + 1]
         rows, first = all_gather_rows(rows, group=self.loss_groups.tp_cp)
         ids, quantile = qb_dual_update(rows[:, :-1], topk, qb_beta, padding_mask=rows[:, -1] > 0)
-        advance["qb_beta_sum"], advance["qb_beta_count"] = quantile, torch.ones_like(quantile[0], dtype=torch.int64)
+        counts = (rows.isfinite().all(1) & (rows[:, -1] == 0)).any()  # [], False where no token has a say
+        advance["qb_beta_sum"], advance["qb_beta_count"] = quantile * counts, counts.to(torch.int64)
         return ids[first : first + logits.shape[0]]
 
     def _limit(

@@ -41,8 +41,11 @@ def update_expert_bias(model: nn.Module, groups: AllRanks) -> int:
     Returns:
         How many routers have such a bias.
 
-    Collectives: one all_reduce of all counts [sum of E] int64 and one of all quantiles [sum of E + 1] fp32 over
-        tp_dp_cp, each only if some router needs it. No host sync.
+    Collectives: one all_reduce of all counts [sum of E] int64 and one of all sums of quantiles with their numbers
+        [sum of E + 1] fp32 over tp_dp_cp, each only if some router needs it. No host sync.
+
+    Source: Megatron-Core finalize_model_grads. Differs: the mean of the quantiles weighs all micro-batches alike, also
+        where ranks had different numbers of them.
     """
     routers = routers_of(model).values()
     biased = [router for router in routers if router.expert_bias is not None]
@@ -60,11 +63,11 @@ def update_expert_bias(model: nn.Module, groups: AllRanks) -> int:
 
 def _update_quantiles(routers: list[TopKRouter], groups: AllRanks) -> None:
     """Replace qb_beta of each router by the mean quantile over micro-batches and ranks, and zero the sums."""
-    sums = _sum_over_ranks([_present(router.qb_beta_sum) for router in routers], groups)
-    counts = _sum_over_ranks([_present(router.qb_beta_count).view(1) for router in routers], groups)
-    for router, total, count in zip(routers, sums, counts, strict=True):
+    parts = [torch.cat([_present(router.qb_beta_sum), _present(router.qb_beta_count).view(1)]) for router in routers]
+    for router, total in zip(routers, _sum_over_ranks(parts, groups), strict=True):
         beta, ema = _present(router.qb_beta), router.config.moe_router_quantile_balancing_ema
-        mixed = ema * beta + (1.0 - ema) * total / count.clamp(min=1)
+        count = total[-1]
+        mixed = ema * beta + (1.0 - ema) * total[:-1] / count.clamp(min=1)
         beta.copy_(torch.where(count > 0, mixed - mixed.mean(), beta))
         _present(router.qb_beta_sum).zero_()
         _present(router.qb_beta_count).zero_()
@@ -91,10 +94,13 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
 
     Args:
         model: holds routers anywhere in its modules.
-        scale: a number, or a [] tensor, whose value is copied without a host sync.
+        scale: a number, or a [] tensor on the model's device, whose value is copied without a host sync.
     """
     for router in routers_of(model).values():
-        router.loss_scale.copy_(torch.as_tensor(scale))
+        if isinstance(scale, Tensor):
+            router.loss_scale.copy_(scale)
+        else:
+            router.loss_scale.fill_(scale)
 
 
 @torch.no_grad()

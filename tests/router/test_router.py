@@ -427,10 +427,13 @@ def test_quantile_balancing_chooses_by_its_bias_and_counts_quantiles() -> None:
     quantile = torch.tensor([sorted(column.tolist())[-(35 * TOPK // NUM_EXPERTS) - 1] for column in columns])
     assert_close(router.qb_beta_sum, quantile, torch.float32)
     assert router.qb_beta_count.item() == 1
+    router(hidden, torch.ones(35, dtype=torch.bool))[0].sum().backward()  # nobody has a say
+    router(hidden[:0])[0].sum().backward()
     with torch.no_grad():
         router(hidden)
     router.eval()(hidden)
     assert router.qb_beta_count.item() == 1
+    assert_close(router.qb_beta_sum, quantile, torch.float32)
 
 
 @pytest.mark.parametrize("policy", ["nearest", "up", "down"])
