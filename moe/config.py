@@ -106,7 +106,9 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
             overrides: fields that differ from the published ones, for example smaller sizes.
 
         Raises:
-            ValueError: an unknown name, or a value that does not fit the rest.
+            ValueError: an unknown name, or a value that does not fit the rest. Groups, topk and the width of a shared
+                expert are published ones too: a small layer overrides them.
+            TypeError: an override that is no field.
         """
         return cls(**{**preset_fields(name), **overrides})
 

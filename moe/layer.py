@@ -18,7 +18,7 @@ from router.collectives import deepcopy_sharing_groups
 from router.expert_choice import ExpertChoiceRouter
 from router.gating import no_autocast
 from router.padding import RoutingMapPadding
-from router.router import TopKRouter
+from router.router import TopKRouter, check_padding_mask
 
 ROUTERS = {"topk": TopKRouter, "expert_choice": ExpertChoiceRouter}
 
@@ -69,9 +69,13 @@ class MoELayer(nn.Module):
         Returns:
             [S, B, H] in the dtype of hidden_states.
 
+        Raises:
+            ValueError: a mask or offsets that do not fit.
+
         Collectives: those of the router and of the dispatcher. Host syncs: one, the dispatcher's.
         """
         if padding_mask is not None:
+            check_padding_mask(padding_mask, hidden_states.shape[:-1])
             hidden_states = hidden_states.masked_fill(padding_mask.unsqueeze(-1), 0.0)
         given = {"padding_mask": padding_mask, "cu_seqlens": cu_seqlens}
         given = {name: value for name, value in given.items() if value is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from einops import rearrange
@@ -14,6 +15,7 @@ from moe.block import MoETransformerBlock
 from moe.config import TransformerConfig
 from moe.layer import MoELayer
 from moe.parallel import ProcessGroups
+from router.router import check_padding_mask
 
 IGNORED_LABEL = -100
 
@@ -32,6 +34,9 @@ class MoEGPT(nn.Module):
     def __init__(self, config: TransformerConfig, groups: ProcessGroups | None = None) -> None:
         super().__init__()
         self.config = config
+        if config.moe_router_type == "expert_choice":
+            text = "With moe_router_type 'expert_choice' the experts of a token depend on later tokens."
+            warnings.warn(text, stacklevel=2)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=config.params_dtype)
         self.layers = nn.ModuleList(
             MoETransformerBlock(config, groups, number) for number in range(1, config.num_layers + 1)
@@ -66,6 +71,8 @@ class MoEGPT(nn.Module):
             with calculate_per_token_loss the sum over them; else logits [B, S, V].
         """
         hidden_states = self.embedding(rearrange(tokens, "b s -> s b"))  # [B, S] -> [S, B, H]
+        if padding_mask is not None:
+            check_padding_mask(padding_mask, tokens.shape)
         padding = None if padding_mask is None else rearrange(padding_mask, "b s -> s b")
         for layer in self.layers:
             hidden_states = layer(hidden_states, padding)  # [S, B, H]

@@ -19,23 +19,27 @@ class ZeroComputationExperts(nn.Module):
         config: moe_num_null_experts, moe_num_identity_experts, moe_num_constant_experts.
 
     Attributes:
-        constant: [number of constant experts, H] parameter v.
-        gate: [number of constant experts, 2, H] parameter.
+        constant: [number of constant experts, H] parameter v, or None without such experts.
+        gate: [number of constant experts, 2, H] parameter, or None.
 
     Source: MoE++, arXiv:2410.07348, section 3.1 (zero, copy and constant experts).
     """
+
+    constant: nn.Parameter | None
+    gate: nn.Parameter | None
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         num_constant, hidden_size = config.moe_num_constant_experts, config.hidden_size
-        self.constant = nn.Parameter(torch.empty(num_constant, hidden_size, dtype=config.params_dtype))
-        self.gate = nn.Parameter(torch.empty(num_constant, 2, hidden_size, dtype=config.params_dtype))
+        for name, shape in (("constant", (num_constant, hidden_size)), ("gate", (num_constant, 2, hidden_size))):
+            parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype)) if num_constant else None
+            self.register_parameter(name, parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw constants and gates from a normal distribution (torch's default generator)."""
-        for parameter in (self.constant, self.gate):
+        for parameter in self.parameters():
             nn.init.normal_(parameter, std=self.config.init_method_std)
 
     def forward(self, hidden_states: Tensor, probs: Tensor) -> Tensor:
@@ -58,7 +62,7 @@ class ZeroComputationExperts(nn.Module):
         )
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1]).to(probs.dtype)  # [T, H]
         of_token, of_constant = identity.sum(1, keepdim=True), None  # [T, 1]
-        if constant.shape[1]:
+        if self.constant is not None and self.gate is not None:
             logits = torch.einsum("th,cgh->tcg", tokens, self.gate.to(probs.dtype))  # [T, H], [C, 2, H] -> [T, C, 2]
             mix = logits.softmax(-1) * constant.unsqueeze(-1)  # [T, C, 2]
             of_token = of_token + mix[..., 0].sum(1, keepdim=True)

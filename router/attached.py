@@ -76,7 +76,8 @@ def balancing_losses(
         global_aux_loss one of [1, E + 1] over tp_dp_cp.
 
     Source: aux_loss: Switch Transformers, arXiv:2101.03961, section 2.2; seq_aux_loss: DeepSeek-V3, arXiv:2412.19437,
-        section 2.1.2, mean over sequences; global_aux_loss: arXiv:2501.11873, with the counts of the step so far.
+        section 2.1.2, mean over the sequences that have tokens; global_aux_loss: arXiv:2501.11873, with the counts of
+        the step so far.
     """
     coeffs, topk = config.aux_loss_coeffs, config.moe_router_topk
     valid = (torch.ones_like(logits[:, 0], dtype=torch.bool) if padding is None else ~padding).unsqueeze(-1)  # [T, 1]
@@ -112,12 +113,16 @@ def balancing_losses(
 
 
 def _switch_loss(scores: Tensor, table: Tensor, units: Sequences, topk: int, backend: str | None) -> Tensor:
-    """Mean over the units of this rank's share of the switch loss: scores [T, E], counts and tokens [units, E + 1]."""
+    """This rank's share of the switch loss of scores [T, E], the mean over the units that have tokens.
+
+    table [units, E + 1] holds the counts of each unit over the ranks, and its tokens.
+    """
     sizes = (topk, scores.shape[1])
     if units.num_sequences == 1 and units.ids is None:
         return switch_load_balancing_loss_func(scores, table[0, :-1], table[0, -1], *sizes, 1.0, backend == "te")
     sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
-    return switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0).mean()
+    shares = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0)  # -> [units]
+    return shares.sum() / (table[:, -1] > 0).sum().clamp(min=1)
 
 
 def _counts_so_far(now: Tensor, earlier: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ class RouterConfig:
     init_method_std: float = 0.02  # standard deviation of the normal initial weights
     calculate_per_token_loss: bool = False  # a rank's loss is the sum over its tokens; finalize_gradients divides
 
-    moe_router_type: Literal["topk", "expert_choice"] = "topk"  # tokens choose experts, or experts choose tokens
+    moe_router_type: Literal["topk", "expert_choice"] = "topk"  # expert_choice: experts choose tokens
     moe_router_topk: int = 2  # K, experts per token; expert_choice: on average
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"  # from logits to scores
     moe_router_pre_softmax: bool = False  # softmax over all E before top-k; else over the K chosen logits
@@ -42,9 +42,9 @@ class RouterConfig:
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"  # logits, scores and probs; bf16 logits tie and flip choices
     moe_router_fusion: bool = False  # one autograd function for the decision, one for the loss scores; on GPUs TE's
     moe_input_jitter_eps: float | None = None  # in training, router inputs times uniform(1 - eps, 1 + eps)
-    moe_router_force_load_balancing: bool | Literal["random", "balanced"] = False  # for benchmarks; True: random logits
+    moe_router_force_load_balancing: bool | Literal["random", "balanced"] = False  # for benchmarks; True: random
 
-    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"  # or a tuple of losses; with coefficient 0: none
+    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"  # a loss, a list of them, or another way
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0  # weight of each loss in moe_router_load_balancing_type
     moe_z_loss_coeff: float = 0.0  # weight of the router z-loss
     moe_router_quantile_balancing_ema: float = 0.0  # quantile_balancing: how much of the old bias a step keeps
@@ -55,7 +55,7 @@ class RouterConfig:
     moe_token_rounding_policy: Literal["nearest", "up", "down"] | None = None  # in training, round counts by score
     moe_token_rounding_multiple: int = 128  # tokens per tile of the expert GEMM, what counts are rounded to
 
-    moe_num_null_experts: int = 0  # experts that give zero: a token that chooses one has fewer real experts
+    moe_num_null_experts: int = 0  # experts that give zero: who chooses one has fewer real experts
     moe_num_identity_experts: int = 0  # experts that give the token itself
     moe_num_constant_experts: int = 0  # experts that mix the token with a learned vector (MoE++)
 
@@ -165,6 +165,7 @@ class RouterConfig:
             self.moe_router_num_groups,
             self.moe_router_group_topk,
             self.moe_router_group_score_topk,
+            prefix="moe_router_",
         )
 
     def _check_balancing(self) -> None:
@@ -182,7 +183,7 @@ class RouterConfig:
         ):
             raise ValueError(
                 f"moe_aux_loss_coeff ({coeff!r}) must have one number for each loss of moe_router_load_balancing_type"
-                f" ({kinds!r}): two tuples of one length, or neither a tuple."
+                f" ({kinds!r}): two lists of one length, or neither a list."
             )
         for name, values in (("moe_aux_loss_coeff", coeff), ("moe_z_loss_coeff", self.moe_z_loss_coeff)):
             for value in values if isinstance(values, tuple) else (values,):
@@ -257,7 +258,12 @@ _SCORE_OPTIONS = (
 
 
 def check_groups(
-    topk: int, num_experts: int, num_groups: int | None, group_topk: int | None, group_score_topk: int | None
+    topk: int,
+    num_experts: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    group_score_topk: int | None,
+    prefix: str = "",
 ) -> None:
     """Raise ValueError unless group-limited top-k is possible, or not asked for.
 
@@ -267,34 +273,42 @@ def check_groups(
         num_groups: equal groups of neighbouring experts, or None.
         group_topk: groups that a token may choose from, or None.
         group_score_topk: experts of a group whose scores are summed; None: topk // group_topk.
+        prefix: what the names have in front of them where the caller gave them.
     """
     if group_topk is None:
         for name, value in (("num_groups", num_groups), ("group_score_topk", group_score_topk)):
             if value is not None:
-                raise ValueError(f"{name} ({value}) has no effect without group_topk; set that or leave it out.")
+                raise ValueError(
+                    f"{prefix}{name} ({value}) has no effect without {prefix}group_topk; set that or leave it out."
+                )
         return
     if num_groups is None:
-        raise ValueError(f"group_topk ({group_topk}) needs num_groups, the number of groups the experts are cut into.")
+        raise ValueError(
+            f"{prefix}group_topk ({group_topk}) needs {prefix}num_groups, the number of groups of experts."
+        )
     if num_experts % num_groups:
         divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(
-            f"num_groups ({num_groups}) must divide the number of experts ({num_experts}): one of {divisors}."
+            f"{prefix}num_groups ({num_groups}) must divide the number of experts ({num_experts}): one of {divisors}."
         )
     if group_topk > num_groups:
-        raise ValueError(f"group_topk ({group_topk}) must not exceed num_groups ({num_groups}).")
+        raise ValueError(f"{prefix}group_topk ({group_topk}) must not exceed {prefix}num_groups ({num_groups}).")
     group_size = num_experts // num_groups
     if topk > group_topk * group_size:
         raise ValueError(
-            f"topk ({topk}) must not exceed the experts in group_topk ({group_topk}) groups of {group_size}."
+            f"{prefix}topk ({topk}) must not exceed the experts in {prefix}group_topk ({group_topk}) groups of"
+            f" {group_size}."
         )
     if group_score_topk is None and topk < group_topk:
         raise ValueError(
-            f"group_topk ({group_topk}) must not exceed topk ({topk}): a group's score sums its best topk // group_topk"
-            " experts. Or set group_score_topk (moe_router_group_score_topk)."
+            f"{prefix}group_topk ({group_topk}) must not exceed {prefix}topk ({topk}): a group's score sums its best"
+            f" topk // group_topk experts. Or set {prefix}group_score_topk."
         )
     num_summed = group_score_topk or topk // group_topk
     if num_summed > group_size:
-        raise ValueError(f"group_score_topk ({num_summed}) must not exceed the {group_size} experts of a group.")
+        raise ValueError(
+            f"{prefix}group_score_topk ({num_summed}) must not exceed the {group_size} experts of a group."
+        )
 
 
 def check_positive(config: Any, *names: str) -> None:

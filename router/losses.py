@@ -164,11 +164,14 @@ class Sequences:
                 after the last offset belong to none. Needs B = 1. None: B sequences.
 
         Raises:
-            ValueError: cu_seqlens is no vector of ints, or B is not 1.
+            ValueError: cu_seqlens is no vector of ints, or B is not 1; on the CPU also offsets that do not start at 0,
+                do not ascend or pass the last token. Elsewhere values are not read, because that is a host sync.
         """
         batch = torch.Size(shape[1:-1]).numel()
         if cu_seqlens is None:
             return cls(batch)
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"cu_seqlens ({type(cu_seqlens).__name__}) must be a tensor of [sequences + 1] integers.")
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens ({list(cu_seqlens.shape)}, {cu_seqlens.dtype}) must be [sequences + 1] integers."
@@ -177,6 +180,12 @@ class Sequences:
             raise ValueError(
                 f"cu_seqlens packs sequences in one row, but the batch of {list(shape)} is {batch}; use 1."
             )
+        if cu_seqlens.device.type == "cpu":
+            offsets = cu_seqlens.tolist()
+            if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > shape[0]:
+                raise ValueError(
+                    f"cu_seqlens ({offsets}) must ascend from 0 to at most the {shape[0]} tokens of this rank."
+                )
         tokens = torch.arange(shape[0], device=cu_seqlens.device)
         ends = cu_seqlens[1:].to(torch.int64)
         return cls(len(cu_seqlens) - 1, torch.searchsorted(ends, tokens, right=True))

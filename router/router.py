@@ -60,7 +60,8 @@ class TopKRouter(nn.Module):
     """Linear gate, score function, top-k, capacity, balancing losses.
 
     Everything a step counts advances in backward, once per decision, however often the forward is repeated by
-    activation checkpointing; in eval and under no_grad nothing is counted and no loss is attached.
+    activation checkpointing (in forward, if probs take no gradient). In eval and under no_grad nothing is counted and
+    no loss is attached.
 
     Args:
         config: see RouterConfig.
@@ -159,7 +160,9 @@ class TopKRouter(nn.Module):
         Args:
             hidden_states: [S, B, H] or [T, H]; any float dtype.
             padding_mask: [S, B] or [T] bool, True = padding: routed nowhere, counted nowhere, whatever it holds.
-            cu_seqlens: [N + 1] int, offsets of N sequences packed into this rank's tokens (B = 1), for seq_aux_loss.
+            cu_seqlens: [N + 1] int, for seq_aux_loss alone: offsets of N sequences packed into this rank's tokens
+                (B = 1), ascending from 0. Tokens after the last offset belong to none. Under TP or CP the offsets in
+                this rank's slice, N on every rank.
 
         Returns:
             probs [T, E] in moe_router_dtype, zero where not routed; routing_map [T, E] bool. Both are read-only.
@@ -218,11 +221,7 @@ class TopKRouter(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_size)
         if padding_mask is None:
             return tokens, None
-        if padding_mask.shape != shape[:-1] or padding_mask.dtype != torch.bool:
-            raise ValueError(
-                f"padding_mask ({list(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the shape"
-                f" {list(shape[:-1])}, True = padding."
-            )
+        check_padding_mask(padding_mask, shape[:-1])
         padding = padding_mask.reshape(-1)
         return tokens.masked_fill(padding.unsqueeze(-1), 0.0), padding
 
@@ -354,12 +353,15 @@ class TopKRouter(nn.Module):
         parts = [f"experts={config.num_moe_experts}", f"topk={rule.topk}"]
         if config.num_zero_experts:
             parts.insert(1, f"zero_experts={config.num_zero_experts}")
-        parts.append(f"score={'pre-softmax' if rule.use_pre_softmax else rule.score_function}")
+        is_pre_softmax = config.moe_router_pre_softmax
+        parts.append(f"score={'pre-softmax' if is_pre_softmax else config.moe_router_score_function}")
         if rule.group_topk is not None:
             parts.append(f"groups={rule.group_topk} of {rule.num_groups}")
         if self.expert_bias is not None:
             parts.append("expert_bias=True")
-        parts.append(f"balancing={'+'.join(config.balancing_types)}")
+        parts.append(
+            f"balancing={'+'.join(config.balancing_types)}" if config.moe_router_type == "topk" else "equal load"
+        )
         if config.moe_expert_capacity_factor is not None:
             parts.append(f"capacity={config.moe_expert_capacity_factor}")
         if config.moe_token_rounding_policy is not None:
@@ -370,6 +372,15 @@ class TopKRouter(nn.Module):
             "False" if not config.moe_router_fusion else "Transformer Engine on CUDA" if is_te_installed() else "torch"
         )
         return ", ".join([*parts, f"dtype={config.moe_router_dtype}", f"fusion={fusion}"])
+
+
+def check_padding_mask(padding_mask: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError unless the mask is bool and of the shape of the tokens."""
+    if padding_mask.shape != shape or padding_mask.dtype != torch.bool:
+        raise ValueError(
+            f"padding_mask ({list(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the shape {list(shape)},"
+            " True = padding."
+        )
 
 
 def _rule(config: RouterConfig) -> RoutingRule:

@@ -4,15 +4,26 @@ import dataclasses
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
 from moe import MoEConfig, TransformerConfig
 from moe.arguments import field_comments, flag_of
+from router.config import BALANCING_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def choices_of(hint, name):
+    """Return the values that a field of a few values takes."""
+    if name == "moe_router_load_balancing_type":
+        return list(BALANCING_TYPES)
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [value for part in typing.get_args(hint) for value in choices_of(part, "")]
 
 
 def option_row(config_class, field):
@@ -26,6 +37,8 @@ def option_row(config_class, field):
     elif field.default is True:
         flag += ", `--no-...`"
     meaning = field_comments(config_class)[field.name].replace("|", "\\|")
+    if choices := choices_of(typing.get_type_hints(config_class)[field.name], field.name):
+        meaning += f" ({', '.join(choices)})"
     return f"| `{field.name}` | {flag} | {default} | {meaning} |"
 
 

@@ -146,3 +146,16 @@ def test_ignored_labels_have_no_loss() -> None:
     log_probs = model(tokens).log_softmax(-1).gather(2, labels[..., None]).squeeze(-1)
     assert_close(model(tokens, labels.masked_fill(ignored, -100)), -log_probs[~ignored].mean())
     assert model(tokens, torch.full_like(labels, -100)).item() == 0.0
+
+
+def test_experts_that_choose_tokens_see_later_ones_and_the_model_says_so() -> None:
+    with pytest.warns(UserWarning, match="the experts of a token depend on later tokens"):
+        MoEGPT(replace(CONFIG, moe_router_type="expert_choice"))
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    model, tokens = MoEGPT(CONFIG), ids()
+    with pytest.raises(ValueError, match=r"padding_mask \(\[5, 3\], torch.bool\) must be bool of the shape \[3, 5\]"):
+        model(tokens, padding_mask=torch.zeros(SEQUENCE, BATCH, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"padding_mask \(\[3, 5\], torch.int64\) must be bool"):
+        model.moe_layers()["layers.0.mlp"](torch.zeros(3, 5, 12, dtype=torch.float64), torch.zeros(3, 5).long())

@@ -63,18 +63,21 @@ def _config(**fields: object) -> RouterConfig:
             r"moe_router_topk \(5\) must be below the number of experts \(5\)",
         ),
         ({"moe_router_enable_expert_bias": True}, r"moe_router_enable_expert_bias \(True\) needs .* 'sigmoid' or"),
-        ({"moe_router_num_groups": 5}, r"num_groups \(5\) has no effect without group_topk"),
-        ({"moe_router_group_topk": 1}, r"group_topk \(1\) needs num_groups"),
+        ({"moe_router_num_groups": 5}, r"num_groups \(5\) has no effect without moe_router_group_topk"),
+        ({"moe_router_group_topk": 1}, r"group_topk \(1\) needs moe_router_num_groups"),
         (
             {"moe_router_group_topk": 1, "moe_router_num_groups": 2},
             r"num_groups \(2\) must divide .* \(5\): one of \[1, 5",
         ),
         (
             {"moe_router_group_topk": 6, "moe_router_num_groups": 5},
-            r"group_topk \(6\) must not exceed num_groups \(5\)",
+            r"group_topk \(6\) must not exceed moe_router_num_groups \(5\)",
         ),
         ({"moe_router_group_topk": 1, "moe_router_num_groups": 5}, r"topk \(2\) must not exceed the experts in"),
-        ({"moe_router_group_topk": 3, "moe_router_num_groups": 5}, r"group_topk \(3\) must not exceed topk \(2\)"),
+        (
+            {"moe_router_group_topk": 3, "moe_router_num_groups": 5},
+            r"group_topk \(3\) must not exceed moe_router_topk \(2\)",
+        ),
         (
             {"moe_router_group_topk": 2, "moe_router_num_groups": 5, "moe_router_group_score_topk": 2},
             r"group_score_topk \(2\) must not exceed the 1 experts of a group",

@@ -158,6 +158,10 @@ def test_sequences_add_up_their_own_tokens() -> None:
     for shape, offsets, message in (
         ((3, 2, 9), torch.tensor([0, 3]), r"the batch of \[3, 2, 9\] is 2; use 1"),
         ((6, 1, 9), torch.tensor([0.0, 6.0]), r"cu_seqlens \(\[2\], torch.float32\) must be"),
+        ((6, 1, 9), [0, 6], r"cu_seqlens \(list\) must be a tensor"),
+        ((6, 1, 9), torch.tensor([2, 6]), r"cu_seqlens \(\[2, 6\]\) must ascend from 0 to at most the 6 tokens"),
+        ((6, 1, 9), torch.tensor([0, 4, 3, 6]), r"must ascend from 0"),
+        ((6, 1, 9), torch.tensor([0, 7]), r"cu_seqlens \(\[0, 7\]\) must ascend from 0 to at most the 6 tokens"),
         ((6, 1, 9), torch.tensor([0]), r"cu_seqlens \(\[1\], torch.int64\) must be \[sequences \+ 1\]"),
     ):
         with pytest.raises(ValueError, match=message):
