@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from router.router import DecisionRecorder
 from router.step import routers_of
 
 FORMAT = "moe-pipeline routing records, version 1"
+ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class RoutingRecords:
@@ -27,79 +30,58 @@ class RoutingRecords:
     nothing. Only ids are kept and forced; weights are computed from the router's own logits, with their gradient.
 
     One `record` or `replay` block is one micro-batch, forward and backward: a router that runs again inside it repeats
-    a forward (recomputation) and gets the same decision again. So a module that is called twice in one forward, with
-    different tokens, cannot be recorded.
+    a forward (recomputation) and gets the same decision again. So each micro-batch needs a block of its own, and a
+    module that is called twice in one forward, with different tokens, cannot be recorded. Blocks nest: a `record`
+    inside a `replay` takes the replayed ids.
 
-    Example:
-        records = RoutingRecords()
-        with records.record(model, micro_batch=0):
-            model(tokens).backward()
-        records.save("routes.safetensors")
-        with RoutingRecords.load("routes.safetensors").replay(other_model, micro_batch=0):
-            other_model(tokens).backward()
+    Iteration goes over (layer name, micro-batch), the arguments of `get`; `len` is the number of these.
     """
 
     def __init__(self) -> None:
         self._ids: dict[tuple[str, int], Tensor] = {}
-        self._with_free_rows: set[tuple[str, int]] = set()
-        self._kept_maps: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
     def record(self, model: nn.Module, micro_batch: int = 0) -> Iterator[RoutingRecords]:
-        """Keep what every router of the model decides inside the block.
-
-        Args:
-            model: its training or evaluation goes on as without recording.
-            micro_batch: a number of your choice that has no record yet.
+        """Keep what every router of the model decides inside the block; nothing if the block raises.
 
         Raises:
-            ValueError: the micro-batch has a record, or a router's decision is not K experts per token.
+            ValueError: micro_batch is no whole number or has a record, or a router's decision is not K experts per token.
         """
+        _check_number(micro_batch)
         if micro_batch in self.micro_batches:
-            raise ValueError(
-                f"micro_batch ({micro_batch}) is recorded already ({self!r}); take another number or `drop` it."
-            )
-        with self._attached(model, micro_batch):
+            raise ValueError(f"micro_batch ({micro_batch}) of {self!r} is recorded; take another number or `drop` it.")
+        decisions = _Decisions()
+        with _attached(model, decisions, {}):
             yield self
+        for name, ids in decisions.expert_ids.items():
+            self._ids[name, micro_batch] = ids.to(torch.int32)
 
     @contextmanager
     def replay(self, model: nn.Module, micro_batch: int = 0) -> Iterator[RoutingRecords]:
         """Let every router of the model take the ids that are recorded for it.
 
         Raises:
-            ValueError: the routers of the model are not the layers recorded for this micro-batch, or ids are out of
-                their range; inside the block, if the number of tokens or K differs from the record.
+            ValueError: the routers of the model are not the layers recorded for this micro-batch, or have another K or
+                fewer experts; inside the block, if the number of tokens differs from the record.
         """
-        routers, recorded = routers_of(model), {name for name, number in self._ids if number == micro_batch}
-        if set(routers) != recorded:
+        routers = routers_of(model)
+        recorded = {name: ids for (name, number), ids in self._ids.items() if number == micro_batch}
+        missing, foreign = sorted(routers.keys() - recorded.keys()), sorted(recorded.keys() - routers.keys())
+        if missing or foreign:
             raise ValueError(
-                f"micro_batch ({micro_batch}) of {self!r} does not fit the model: without a record"
-                f" {sorted(set(routers) - recorded)}, without a router {sorted(recorded - set(routers))}."
+                f"micro_batch ({micro_batch}) of {self!r} does not fit the model: without a record {missing}, without"
+                f" a router {foreign}."
             )
         for name, router in routers.items():
-            ids = self._ids[name, micro_batch]
-            if ids.numel() and int(ids.max()) >= router.num_experts:  # sync: checked before anything runs
+            ids = recorded[name]
+            topk, highest = ids.shape[1], int(ids.max()) if len(ids) else -1  # sync: before anything runs
+            if topk != router.rule.topk or highest >= router.num_experts:
                 raise ValueError(
-                    f"The record of {name} names expert {int(ids.max())}, but its router has {router.num_experts}."
+                    f"The record of {name} has topk {topk} and expert {highest}, but its router has topk"
+                    f" {router.rule.topk} and {router.num_experts} experts."
                 )
-        with self._attached(model, micro_batch, is_replay=True):
+        with _attached(model, _Decisions(), recorded):
             yield self
-
-    @contextmanager
-    def _attached(self, model: nn.Module, micro_batch: int, *, is_replay: bool = False) -> Iterator[None]:
-        """Put a recorder into every router, and restore what was there."""
-        with ExitStack() as stack:
-            for name, router in routers_of(model).items():
-                if router.config.moe_router_type != "topk":
-                    raise ValueError(
-                        f"{name or type(router).__name__} chooses by {router.config.moe_router_type!r}, which has no K"
-                        " experts per token to record; only moe_router_type 'topk' has."
-                    )
-                maps = {} if is_replay else self._kept_maps
-                recorder = _Recorder(self, maps, (name, micro_batch), router.recorder)
-                stack.callback(setattr, router, "recorder", router.recorder)
-                router.recorder = recorder
-            yield
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -112,11 +94,12 @@ class RoutingRecords:
         return tuple(dict.fromkeys(number for _, number in self._ids))
 
     def __len__(self) -> int:
-        """Return the number of records, one for each layer and micro-batch."""
         return len(self._ids)
 
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(tuple(self._ids))
+
     def __repr__(self) -> str:
-        """Show how much is recorded."""
         return f"RoutingRecords(layers={len(self.layer_names)}, micro_batches={list(self.micro_batches)})"
 
     def get(self, name: str, micro_batch: int = 0) -> Tensor:
@@ -129,42 +112,40 @@ class RoutingRecords:
             raise ValueError(f"There is no record of {name!r}, micro-batch {micro_batch}, in {self!r}.")
         return self._ids[name, micro_batch]
 
-    def set(self, name: str, expert_ids: Tensor, micro_batch: int = 0) -> None:
-        """Put ids in, for example those of a rollout engine.
+    def set(self, name: str, expert_ids: Tensor, micro_batch: int = 0, num_experts: int | None = None) -> None:
+        """Put ids in, for example those of a rollout engine, in place of a record that may be there.
 
         Args:
             name: the router's name in the model, for example "layers.0.mlp.router".
             expert_ids: [T, K] integers, T in the order of the layer's [S, B] tokens. A row of -1 leaves the choice to
                 the router, for a token whose routing nobody knows.
             micro_batch: its number.
+            num_experts: ids must be below it; None: checked when they are replayed.
 
         Raises:
-            ValueError: not [T, K] integers, an id below -1, a row that is -1 in part, or an expert twice in a row.
+            ValueError: not [T, K] integers, an id out of range, a row that is -1 in part, or an expert twice in a row.
         """
-        if expert_ids.dim() != 2 or expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+        _check_number(micro_batch)
+        expert_ids = torch.as_tensor(expert_ids)
+        if expert_ids.dim() != 2 or expert_ids.shape[1] < 1 or expert_ids.dtype not in ID_DTYPES:
             raise ValueError(f"Ids of {name} ({list(expert_ids.shape)}, {expert_ids.dtype}) must be [T, K] integers.")
         ids = expert_ids.detach().to(torch.int64)
+        limit = 1 << 31 if num_experts is None else num_experts
         is_free = (ids == -1).all(-1, keepdim=True)
         ordered = ids.sort(-1).values
-        is_bad = ((ids < 0) & ~is_free) | (ids >= 1 << 31)
+        is_bad = ((ids < 0) & ~is_free) | (ids >= limit)
         is_bad[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & ~is_free
         if is_bad.any():  # sync: checked once, when ids come in
             row = int(is_bad.any(-1).nonzero()[0])
             raise ValueError(
-                f"Ids of {name} must be unique and not negative in each row, or all -1; row {row} is"
+                f"Ids of {name} must be unique, from 0 to {limit - 1} in each row, or all -1; row {row} is"
                 f" {ids[row].tolist()}."
             )
-        self._with_free_rows.discard((name, micro_batch))
-        if is_free.any():  # sync: checked once, when ids come in
-            self._with_free_rows.add((name, micro_batch))
         self._ids[name, micro_batch] = ids.to(torch.int32)
 
     def drop(self, micro_batch: int) -> None:
         """Forget a micro-batch; one without a record is no error."""
-        for table in (self._ids, self._kept_maps):
-            for key in [key for key in table if key[1] == micro_batch]:
-                del table[key]
-        self._with_free_rows = {key for key in self._with_free_rows if key[1] != micro_batch}
+        self._ids = {key: ids for key, ids in self._ids.items() if key[1] != micro_batch}
 
     def to_dense(self, micro_batch: int = 0) -> Tensor:
         """Return ids [T, layers, K] int32 in the order of `layer_names`, the layout of rollout engines.
@@ -173,32 +154,30 @@ class RoutingRecords:
             ValueError: a layer has no record of this micro-batch, or another T or K than the first one.
         """
         ids = [self.get(name, micro_batch) for name in self.layer_names]
-        if not ids or any(layer.shape != ids[0].shape for layer in ids):
-            shapes = [list(layer.shape) for layer in ids]
+        shapes = [list(layer.shape) for layer in ids]
+        if not ids or shapes != shapes[:1] * len(ids):
             raise ValueError(f"Layers of one shape [T, K] are needed to stack them, but there are {shapes}.")
         return torch.stack(ids, dim=1)
 
     @classmethod
-    def from_dense(cls, expert_ids: Tensor, layer_names: Sequence[str], micro_batch: int = 0) -> RoutingRecords:
-        """Return the records of one micro-batch from ids [T, layers, K]; see `set` for what they must be.
+    def from_dense(
+        cls, expert_ids: Tensor, layer_names: Sequence[str], micro_batch: int = 0, num_experts: int | None = None
+    ) -> RoutingRecords:
+        """Return the records of one micro-batch from ids [T, layers, K] (an array or lists will do).
 
-        Args:
-            expert_ids: [T, layers, K] integers.
-            layer_names: the routers' names, one for each layer.
-            micro_batch: its number.
+        Layers are named in the order of `layer_names`.
 
         Raises:
             ValueError: names that are not unique or not one for each layer, or ids that `set` refuses.
         """
-        names = list(layer_names)
+        records, names, expert_ids = cls(), list(layer_names), torch.as_tensor(expert_ids)
         if expert_ids.dim() != 3 or len(set(names)) != len(names) or len(names) != expert_ids.shape[1]:
             raise ValueError(
                 f"expert_ids ({list(expert_ids.shape)}) must be [T, layers, K] with a name for each layer; there are"
                 f" {len(set(names))} different names."
             )
-        records = cls()
         for name, ids in zip(names, expert_ids.unbind(1), strict=True):
-            records.set(name, ids, micro_batch)
+            records.set(name, ids, micro_batch, num_experts)
         return records
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -206,14 +185,16 @@ class RoutingRecords:
 
         Raises:
             ImportError: safetensors is not installed.
+            FileNotFoundError: the folder is not there.
         """
-        save_file = _safetensors().torch.save_file
-        keys = [f"{number}/{name}" for name, number in self._ids]
-        tensors = {key: ids.cpu().contiguous() for key, ids in zip(keys, self._ids.values(), strict=True)}
-        path = Path(path)
+        save_file, path = _safetensors().torch.save_file, Path(path)
+        tensors = {f"{number}/{name}": ids.cpu().contiguous() for (name, number), ids in self._ids.items()}
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"The folder of {path} is not there.")
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            save_file(tensors, Path(folder) / path.name, metadata={"format": FORMAT, "order": json.dumps(keys)})
-            os.replace(Path(folder) / path.name, path)
+            written = Path(folder) / path.name
+            save_file(tensors, written, metadata={"format": FORMAT, "order": json.dumps(list(tensors))})
+            os.replace(written, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingRecords:
@@ -230,57 +211,93 @@ class RoutingRecords:
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"{path} does not hold routing records ({FORMAT!r}).")
                 keys = json.loads(metadata.get("order", "null"))
-                if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(file.keys()):
+                if not isinstance(keys, list) or sorted(map(repr, keys)) != sorted(map(repr, file.keys())):
                     raise ValueError(f"{path}: the list of records does not name the tensors that are there.")
                 for key in keys:
-                    number, slash, name = key.partition("/")
-                    if not slash or not number.lstrip("-").isdecimal():
+                    parts = re.fullmatch(r"(0|-?[1-9][0-9]{0,17})/(.*)", key, re.DOTALL)
+                    if parts is None:
                         raise ValueError(f"{path}: {key!r} is not MICRO-BATCH/LAYER.")
-                    records.set(name, file.get_tensor(key), int(number))
-        except (safetensors.SafetensorError, json.JSONDecodeError) as error:
+                    records.set(parts[2], file.get_tensor(key), int(parts[1]))
+        except (safetensors.SafetensorError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not a whole safetensors file of routing records: {error}.") from error
         return records
 
 
-class _Recorder(DecisionRecorder):
-    """One router's way to the records of one micro-batch."""
+@dataclass(frozen=True)
+class _Decisions:
+    """What routers decided in one block, by layer name, so that a repeated forward decides the same."""
 
-    def __init__(
-        self,
-        records: RoutingRecords,
-        kept_maps: dict[tuple[str, int], Tensor],
-        key: tuple[str, int],
-        outer: DecisionRecorder | None,
-    ) -> None:
-        self.records, self.kept_maps, self.key, self.outer = records, kept_maps, key, outer
+    expert_ids: dict[str, Tensor] = field(default_factory=dict)  # [T, K] int64
+    kept_maps: dict[str, Tensor] = field(default_factory=dict)  # [T, E] bool, with capacity or rounding
+    uncounted: set[str] = field(default_factory=set)  # chosen under no_grad, where a router counts nothing
+
+
+class _Recorder(DecisionRecorder):
+    """One router's way to the decisions of a block, to its forced ids [T, K], and to the block around it."""
+
+    def __init__(self, name: str, decisions: _Decisions, forced: Tensor | None, outer: DecisionRecorder | None) -> None:
+        self.name, self.decisions, self.forced, self.outer = name, decisions, forced, outer
+        self.has_free_rows = forced is not None and bool((forced < 0).any())  # sync: once, before anything runs
 
     def expert_ids(self, logits: Tensor, choose: Callable[[], Tensor]) -> Tensor:
-        table = self.records._ids
-        if self.key not in table:
-            chosen = choose() if self.outer is None else self.outer.expert_ids(logits, choose)
-            table[self.key] = chosen.detach().to(torch.int32)
-            return chosen
-        ids = table[self.key]
-        if ids.shape[0] != logits.shape[0]:
-            name, number = self.key
+        decided, uncounted = self.decisions.expert_ids, self.decisions.uncounted
+        known = decided.get(self.name, self.forced)
+        if known is not None and known.shape[0] != logits.shape[0]:
             raise ValueError(
-                f"The record of {name}, micro-batch {number}, has {ids.shape[0]} tokens, but {logits.shape[0]} came."
+                f"The record of {self.name} has {known.shape[0]} tokens, but {logits.shape[0]} came; a block is one"
+                " micro-batch."
             )
-        ids = ids.to(logits.device, torch.int64)
-        return torch.where(ids < 0, choose(), ids) if self.key in self.records._with_free_rows else ids
+        if self.name not in decided:
+            decided[self.name] = self._decide(logits, choose)
+        elif self.name in uncounted and torch.is_grad_enabled():
+            uncounted.discard(self.name)
+            choose()  # reentrant checkpoint: only the second forward can count what choosing counts (quantiles)
+        return decided[self.name]
+
+    def _decide(self, logits: Tensor, choose: Callable[[], Tensor]) -> Tensor:
+        def choose_and_note() -> Tensor:
+            if not torch.is_grad_enabled():
+                self.decisions.uncounted.add(self.name)
+            return choose()
+
+        if self.forced is None:
+            return choose_and_note() if self.outer is None else self.outer.expert_ids(logits, choose_and_note)
+        ids = self.forced.to(logits.device, torch.int64)
+        if self.has_free_rows:
+            ids = torch.where(ids < 0, choose_and_note(), ids)
+        if self.outer is not None:
+            self.outer.expert_ids(logits, lambda: ids)  # a record around a replay keeps what was replayed
+        return ids
 
     def kept_map(self, compute: Callable[[], Tensor]) -> Tensor:
-        if self.key not in self.kept_maps:
-            self.kept_maps[self.key] = compute() if self.outer is None else self.outer.kept_map(compute)
-        return self.kept_maps[self.key]
+        kept_maps, outer = self.decisions.kept_maps, self.outer if self.forced is None else None
+        if self.name not in kept_maps:
+            kept_maps[self.name] = compute() if outer is None else outer.kept_map(compute)
+        return kept_maps[self.name]
+
+
+@contextmanager
+def _attached(model: nn.Module, decisions: _Decisions, forced: dict[str, Tensor]) -> Iterator[None]:
+    """Put a recorder into every router, and restore what was there."""
+    with ExitStack() as stack:
+        for name, router in routers_of(model).items():
+            kind = router.config.moe_router_type
+            if kind != "topk":
+                name = name or type(router).__name__
+                raise ValueError(f"{name} chooses by {kind!r}, which has no K experts per token; only 'topk' has them.")
+            stack.callback(setattr, router, "recorder", router.recorder)
+            router.recorder = _Recorder(name, decisions, forced.get(name), router.recorder)
+        yield
+
+
+def _check_number(micro_batch: int) -> None:
+    """Raise ValueError unless a micro-batch has a whole number for a name, which a file can hold."""
+    if type(micro_batch) is not int:
+        raise ValueError(f"micro_batch ({micro_batch!r}) must be a whole number.")
 
 
 def _safetensors() -> Any:
-    """Return the safetensors package with its torch part.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the safetensors package with its torch part, or raise an ImportError that says how to install it."""
     try:
         import safetensors
         import safetensors.torch
@@ -293,21 +310,23 @@ def recompute(module: nn.Module, *args: Any, use_reentrant: bool = False, **kwar
     """Run module(*args, **kwargs), keep the arguments alone, and run it again in backward with the same routing.
 
     torch.utils.checkpoint does the same without the routing: then a near-tie that falls the other way the second time
-    changes the shapes behind the router. Counters advance once either way.
+    changes the shapes behind the router. Counters advance once either way. A checkpoint inside the module runs again on
+    its own: let it be `recompute` too.
 
     Args:
         module: any module; routers may be anywhere in it.
-        args: what it is called with; those that need a gradient must be here.
+        args, kwargs: what it is called with; what needs a gradient must be in args.
         use_reentrant: which of the two implementations of torch.utils.checkpoint.
-        kwargs: further arguments of the module.
 
-    Returns:
-        What the module returns.
+    Raises:
+        ValueError: module is no nn.Module, in which routers could be found.
     """
-    records = RoutingRecords()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module ({type(module).__name__}) must be an nn.Module, in which routers can be found.")
+    decisions = _Decisions()
 
     def run(*inputs: Any) -> Any:
-        with records._attached(module, 0):
+        with _attached(module, decisions, {}):
             return module(*inputs, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=use_reentrant)

@@ -1,11 +1,13 @@
 """RoutingRecords and recompute: the same decision again, weights with their gradient, files, and what is refused."""
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -190,6 +192,61 @@ def test_recompute_keeps_decisions_whatever_the_router_says_then(
         assert torch.equal(outer.get("second.router"), records.get("second.router"))
 
 
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("block", ["record", "replay", "replay of free rows"])
+def test_blocks_keep_decisions_under_plain_checkpointing(
+    block: str, use_reentrant: bool, limit: dict[str, object]
+) -> None:
+    router, records, seen = _router(**EXACT, **limit), RoutingRecords(), []
+    if block != "record":
+        ids = torch.tensor([[0, 1], [2, 4], [3, 1]]).repeat(4, 1)
+        ids[5:] = ids[5:] if block == "replay" else -1
+        records.set("", ids)
+    with getattr(records, block.split()[0])(router):
+        hidden = _hidden(12).requires_grad_()
+
+        def run(hidden: Tensor) -> Tensor:
+            seen.append(router(hidden))
+            return seen[-1][0].exp().exp()
+
+        output = checkpoint(run, hidden, use_reentrant=use_reentrant)
+        with torch.no_grad():
+            router.weight.neg_()
+        output.sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(seen[0][1], seen[1][1])
+    assert torch.equal(seen[1][0] != 0, seen[1][1])
+    assert router.tokens_per_expert.sum() == 12 * TOPK
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    ["recompute", "record", "recompute in record", "replay", "recompute in replay", "replay of free rows"],
+)
+def test_quantiles_are_counted_once_where_the_router_chooses(how: str, use_reentrant: bool) -> None:
+    fields = {"moe_router_load_balancing_type": "quantile_balancing"}
+    plain, router = _router(**EXACT, **fields), _router(**EXACT, **fields)
+    hidden, records = _hidden(12).requires_grad_(), RoutingRecords()
+    plain(hidden)[0].sum().backward()
+    through = recompute if how.startswith("recompute") else checkpoint
+    has_choice = not how.endswith("replay")
+    if "replay" in how:
+        ids = torch.tensor([[0, 1]]).repeat(12, 1)
+        ids[7:] = -1 if has_choice else ids[7:]
+        records.set("", ids)
+    if how == "recompute":
+        recompute(router, hidden, use_reentrant=use_reentrant)[0].sum().backward()
+    else:
+        with getattr(records, "replay" if "replay" in how else "record")(router):
+            through(router, hidden, use_reentrant=use_reentrant)[0].sum().backward()
+    assert plain.qb_beta_count == 1
+    assert plain.qb_beta_sum.abs().sum() > 0
+    assert router.qb_beta_count == int(has_choice)
+    assert torch.equal(router.qb_beta_sum, plain.qb_beta_sum * router.qb_beta_count)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
     "through", [recompute, lambda module, x, **how: checkpoint(module, x, **how)], ids=["ours", "torch"]
@@ -254,6 +311,101 @@ def test_free_rows_leave_the_choice_to_the_router() -> None:
     assert torch.equal(routing_map[[1, 3]], own[[1, 3]])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_losses_count_the_own_choice_of_a_router_whose_ids_are_forced(fused: bool) -> None:
+    options = {**EXACT, "moe_router_fusion": fused, "moe_aux_loss_coeff": 1.0}
+    own, forced, hidden, records = _router(**options), _router(**options), _hidden(12), RoutingRecords()
+    records.set("", torch.tensor([[0, 1]]).repeat(12, 1))
+    own(hidden)
+    with records.replay(forced):
+        forced(hidden)[0].sum().backward()
+    assert own.aux_loss > 0
+    assert torch.equal(forced.aux_loss, own.aux_loss)
+    assert forced.tokens_per_expert.tolist() == [12, 12, 0, 0, 0]
+
+
+def test_blocks_nest_and_the_inner_one_decides() -> None:
+    router, hidden = _router(**EXACT), _hidden(3)
+    ids, others = torch.tensor([[0, 1], [2, 4], [3, 1]]), torch.tensor([[4, 3], [1, 0], [2, 0]])
+    forced, others = RoutingRecords.from_dense(ids.unsqueeze(1), [""]), RoutingRecords.from_dense(others[:, None], [""])
+    inside, around = RoutingRecords(), RoutingRecords()
+    with forced.replay(router), inside.record(router):
+        router(hidden)
+    with around.record(router), forced.replay(router):
+        router(hidden)
+    for records in (inside, around):
+        assert torch.equal(records.get("").long(), ids)
+    with others.replay(router):
+        with forced.replay(router):
+            assert torch.equal(router(hidden)[1].nonzero()[:, 1].view(3, 2), ids.sort().values)
+        assert torch.equal(router(hidden)[1].nonzero()[:, 1].view(3, 2), others.get("").sort().values)
+    assert router.recorder is None
+
+
+def test_a_replay_drops_by_its_own_ids_whatever_the_record_around_it_dropped() -> None:
+    router, hidden = _router(**EXACT, moe_expert_capacity_factor=0.5), _hidden(12)
+    records = RoutingRecords.from_dense(torch.tensor([[0, 1]]).repeat(12, 1).unsqueeze(1), [""])
+    with RoutingRecords().record(router):
+        own = router(hidden)[1]
+        with records.replay(router):
+            forced = router(hidden)[1]
+        assert torch.equal(router(hidden)[1], own)
+    assert forced.sum(0).tolist() == [3, 3, 0, 0, 0]  # ceil(12 * 2 / 5 * 0.5)
+
+
+def test_quantiles_are_counted_by_the_first_forward_with_a_gradient() -> None:
+    router, hidden = _router(moe_router_load_balancing_type="quantile_balancing"), _hidden(12)
+    with RoutingRecords().record(router):
+        with torch.no_grad():
+            router(hidden)
+            router(hidden)
+        router(hidden)[0].sum().backward()
+        router(hidden)[0].sum().backward()
+    assert router.qb_beta_count == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recompute_nests(use_reentrant: bool) -> None:
+    model, hidden, seen = _model(), _hidden(12).requires_grad_(), []
+    model.first.router.register_forward_hook(lambda module, args, result: seen.append(result[1]))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return recompute(self.inner, hidden * 2.0, use_reentrant=use_reentrant).tanh()
+
+    output = recompute(Outer(), hidden, use_reentrant=use_reentrant)
+    _flip_all(model)
+    output.sum().backward()
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+    assert model.first.router.tokens_per_expert.sum() == 12 * TOPK
+
+
+def test_a_block_that_raises_records_nothing_and_restores_the_outer_one() -> None:
+    model, hidden, outer, inner = _model(), _hidden(12), RoutingRecords(), RoutingRecords()
+
+    def stop(*args: object) -> None:
+        raise RuntimeError("stop")
+
+    with outer.record(model):
+        recorders = [router.recorder for router in model.routers()]
+        handle = model.second.router.register_forward_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"), inner.record(model):
+            model(hidden)
+        handle.remove()
+        assert [router.recorder for router in model.routers()] == recorders
+        model(hidden)
+    assert (len(inner), len(outer)) == (0, 2)
+    with inner.record(model):
+        model(hidden)
+    assert torch.equal(inner.to_dense(), outer.to_dense())
+
+
 def test_dense_layout_and_files_round_trip(tmp_path: Path) -> None:
     ids = torch.stack([torch.randperm(9)[:3] for _ in range(14)]).view(7, 2, 3)
     ids[-1] = -1
@@ -268,6 +420,8 @@ def test_dense_layout_and_files_round_trip(tmp_path: Path) -> None:
     assert (loaded.layer_names, loaded.micro_batches, len(loaded)) == (records.layer_names, records.micro_batches, 3)
     assert torch.equal(loaded.to_dense(4).long(), ids)
     assert torch.equal(loaded.get("layers.1.mlp.router", 5).long(), ids[:5, 0])
+    assert list(loaded) == [("layers.1.mlp.router", 4), ("layers.10.mlp.router", 4), ("layers.1.mlp.router", 5)]
+    assert ("layers.10.mlp.router", 5) not in loaded
     assert [file.name for file in tmp_path.iterdir()] == ["routes.safetensors"]
     loaded.drop(4)
     loaded.drop(4)
@@ -282,11 +436,15 @@ def test_dense_layout_and_files_round_trip(tmp_path: Path) -> None:
         ({"tensors": {"0/a": torch.zeros(1, 2)}, "metadata": {}}, "does not hold routing records"),
         ({"tensors": {"0/a": torch.ones(1, 2)}, "order": '["0/b"]'}, "does not name the tensors that are there"),
         ({"tensors": {"0/a": torch.ones(1, 2)}, "order": "["}, "is not a whole safetensors file"),
+        ({"tensors": {"0/a": torch.ones(1, 2)}, "order": "[" * 100_000}, "is not a whole safetensors file"),
+        ({"tensors": {"0": torch.ones(1, 2)}, "order": "[0]"}, "does not name the tensors that are there"),
+        ({"tensors": {"0": torch.ones(1, 2)}, "order": '["0"]'}, "'0' is not MICRO-BATCH/LAYER"),
+        ({"tensors": {"00/a": torch.ones(1, 2)}, "order": '["00/a"]'}, "'00/a' is not MICRO-BATCH/LAYER"),
         ({"tensors": {"x/a": torch.ones(1, 2)}, "order": '["x/a"]'}, "'x/a' is not MICRO-BATCH/LAYER"),
         ({"tensors": {"0/a": torch.ones(1, 2)}, "order": '["0/a"]'}, r"Ids of a \(\[1, 2\], torch.float32\) must be"),
         ({"tensors": {"0/a": torch.ones(1, 2).int()}, "order": '["0/a"]'}, r"row 0 is \[1, 1\]"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes | dict, message: str) -> None:
     path = tmp_path / "file"
@@ -309,15 +467,42 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
             RoutingRecords.load(tmp_path / "cut")
 
 
+def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, path = RoutingRecords.from_dense(torch.arange(6).view(3, 1, 2), ["a"]), tmp_path / "routes"
+    records.save(path)
+    content = path.read_bytes()
+
+    def fail(tensors: object, path: Path, **how: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        records.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["routes"]
+    assert path.read_bytes() == content
+
+
+def test_a_missing_safetensors_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for call in (RoutingRecords().save, RoutingRecords.load):
+        with pytest.raises(ImportError, match=r'pip install "moe-pipeline\[replay\]"'):
+            call(tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.tensor([[0, 1], [3, 3]]), r"unique and not negative in each row, or all -1; row 1 is \[3, 3\]"),
+        (torch.tensor([[0, 1], [3, 3]]), r"unique, from 0 to 2147483647 in each row, or all -1; row 1 is \[3, 3\]"),
         (torch.tensor([[0, 1], [-1, 2]]), r"row 1 is \[-1, 2\]"),
         (torch.tensor([[-2, -2]]), r"row 0 is \[-2, -2\]"),
         (torch.tensor([[1 << 40, 0]]), "row 0 is"),
         (torch.tensor([0, 1]), r"Ids of a \(\[2\], torch.int64\) must be \[T, K\] integers"),
         (torch.zeros(2, 2), r"Ids of a \(\[2, 2\], torch.float32\)"),
+        (torch.zeros(2, 0).long(), r"Ids of a \(\[2, 0\], torch.int64\) must be \[T, K\] integers"),
+        (torch.ones(1, 1, dtype=torch.uint64), r"Ids of a \(\[1, 1\], torch.uint64\)"),
+        (torch.ones(1, 1, dtype=torch.complex64), r"Ids of a \(\[1, 1\], torch.complex64\)"),
+        (torch.ones(1, 1, dtype=torch.bool), r"Ids of a \(\[1, 1\], torch.bool\)"),
     ],
 )
 def test_bad_ids_are_refused_when_they_come_in(ids: Tensor, message: str) -> None:
@@ -331,6 +516,10 @@ def test_dense_ids_need_a_name_for_each_layer() -> None:
             RoutingRecords.from_dense(torch.zeros(3, 2, 2).long(), names)
     with pytest.raises(ValueError, match=r"expert_ids \(\[3, 2\]\) must be \[T, layers, K\]"):
         RoutingRecords.from_dense(torch.zeros(3, 2).long(), ["a", "b"])
+    ids = torch.tensor([[[0, 3]], [[-1, -1]]])
+    assert torch.equal(RoutingRecords.from_dense(ids, ["a"], num_experts=4).to_dense().long(), ids)
+    with pytest.raises(ValueError, match=r"from 0 to 2 in each row, or all -1; row 0 is \[0, 3\]"):
+        RoutingRecords.from_dense(ids, ["a"], num_experts=3)
     uneven = RoutingRecords()
     uneven.set("a", torch.tensor([[0, 1]]))
     uneven.set("b", torch.tensor([[0, 1], [1, 2]]))
@@ -342,7 +531,7 @@ def test_what_does_not_fit_is_named() -> None:
     model, hidden, records = _model(), _hidden(12), RoutingRecords()
     with records.record(model):
         model(hidden)
-    with pytest.raises(ValueError, match=r"micro_batch \(0\) is recorded already"), records.record(model):
+    with pytest.raises(ValueError, match=r"micro_batch \(0\) of .* is recorded; take another"), records.record(model):
         pass
     with pytest.raises(ValueError, match=r"micro_batch \(1\) .* without a record \['first.router', 'second.router'\]"):
         records.replay(model, 1).__enter__()
@@ -350,18 +539,20 @@ def test_what_does_not_fit_is_named() -> None:
         ValueError, match=r"without a record \[''\], without a router \['first.router', 'second.router'\]"
     ):
         records.replay(model.first.router).__enter__()
-    with pytest.raises(ValueError, match=r"first\.router, micro-batch 0, has 12 tokens, but 7"), records.replay(model):
+    with pytest.raises(ValueError, match=r"record of first\.router has 12 tokens, but 7 came"), records.replay(model):
         model(_hidden(7))
     assert [router.recorder for router in model.routers()] == [None, None]
     with pytest.raises(ValueError, match=r"There is no record of 'first\.router', micro-batch 3"):
         records.get("first.router", 3)
     records.set("second.router", torch.tensor([[0, 5]]))
-    with pytest.raises(ValueError, match=r"record of second\.router names expert 5, but its router has 5"):
+    with pytest.raises(ValueError, match=r"second\.router has topk 2 and expert 5, but .* topk 2 and 5 experts"):
+        records.replay(model).__enter__()
+    records.set("third.router", torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match=r"without a record \[\], without a router \['third\.router'\]"):
         records.replay(model).__enter__()
     wider = RoutingRecords.from_dense(torch.arange(3).view(1, 1, 3), [""])
-    router = _router(**EXACT)
-    with pytest.raises(ValueError, match=r"expert_ids \(\[1, 3\]\) must have .* \[1, 2\]"), wider.replay(router):
-        router(_hidden(1))
+    with pytest.raises(ValueError, match="has topk 3 and expert 2, but its router has topk 2 and 5 experts"):
+        wider.replay(_router(**EXACT)).__enter__()
     with pytest.raises(ValueError, match="router chooses by 'expert_choice', which has no K"):
         RoutingRecords().record(TwoLayers(moe_router_type="expert_choice")).__enter__()
 
@@ -376,3 +567,20 @@ def test_records_hold_no_graph() -> None:
             gc.collect()
             counts.append(len(gc.get_objects()))
     assert counts[2] - counts[1] < 10
+
+
+def test_arrays_lists_and_what_has_no_number_or_no_modules(tmp_path: Path) -> None:
+    rows = [[[0, 1], [2, 3]], [[1, 0], [3, 4]]]
+    expected = torch.tensor(rows)
+    for ids in (rows, expected.numpy()):
+        assert torch.equal(RoutingRecords.from_dense(ids, ["a", "b"]).to_dense().long(), expected)
+    records = RoutingRecords()
+    for number in ("a", 1.0, None, True):
+        with pytest.raises(ValueError, match=r"micro_batch \(.*\) must be a whole number"):
+            records.record(_model(), number).__enter__()
+        with pytest.raises(ValueError, match=r"micro_batch \(.*\) must be a whole number"):
+            records.set("a", expected[0], number)
+    with pytest.raises(FileNotFoundError, match=r"The folder of .*nowhere.file is not there"):
+        records.save(tmp_path / "nowhere" / "file")
+    with pytest.raises(ValueError, match=r"module \(function\) must be an nn.Module"):
+        recompute(lambda x: x, torch.ones(2))
