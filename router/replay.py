@@ -45,7 +45,7 @@ class RoutingRecords:
         """Keep what every router of the model decides inside the block; nothing if the block raises.
 
         Raises:
-            ValueError: micro_batch is no whole number or has a record, or a router's decision is not K experts per token.
+            ValueError: micro_batch is no whole number or is recorded, or a router does not decide on K experts a token.
         """
         _check_number(micro_batch)
         if micro_batch in self.micro_batches:
