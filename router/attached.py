@@ -23,15 +23,15 @@ class LossGroups:
     so a share is multiplied by the tokens of its group: micro-batches count by their tokens. No other factor anywhere.
 
     Attributes:
-        tp_cp: ranks that hold slices of one micro-batch.
-        tp_dp_cp: all ranks.
+        tp_cp: ranks that hold slices of one micro-batch; None on one process.
+        tp_dp_cp: all ranks; None on one process.
         cp_size, dp_cp_size: ranks over which gradients are averaged, inside tp_cp and in all.
     """
 
-    tp_cp: dist.ProcessGroup
-    tp_dp_cp: dist.ProcessGroup
-    cp_size: int
-    dp_cp_size: int
+    tp_cp: dist.ProcessGroup | None = None
+    tp_dp_cp: dist.ProcessGroup | None = None
+    cp_size: int = 1
+    dp_cp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def balancing_losses(
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
         share = _switch_loss(scores, table, units, topk, backend)
-        logged[name] = share.detach() * group.size()
+        logged[name] = share.detach() * _size(group)
         total = total + coeff * (factor * share)
     if config.moe_z_loss_coeff:
         share = z_loss_func(logits, 1.0, padding, total_num_tokens=num_tokens)
-        logged["z_loss"] = share.detach() * groups.tp_cp.size()
+        logged["z_loss"] = share.detach() * _size(groups.tp_cp)
         total = total + config.moe_z_loss_coeff * (weight * share)
     return Losses(total, logged, global_counts)
 
@@ -123,6 +123,11 @@ def _switch_loss(scores: Tensor, table: Tensor, units: Sequences, topk: int, bac
     sums = units.sum(scores).unsqueeze(1)  # [T, E] -> [units, 1, E]
     shares = switch_load_balancing_loss_func(sums, table[:, :-1], table[:, -1], *sizes, 1.0)  # -> [units]
     return shares.sum() / (table[:, -1] > 0).sum().clamp(min=1)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group, 1 without one."""
+    return 1 if group is None else group.size()
 
 
 def _counts_so_far(now: Tensor, earlier: Tensor | None) -> Tensor:

@@ -12,11 +12,6 @@ from torch import Tensor, nn
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def group_of_one() -> dist.ProcessGroup:
-    """Return the group of a process that is alone: size 1, rank 0, no backend. Nothing communicates over it."""
-    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # the stub lacks this constructor
-
-
 def deepcopy_sharing_groups(module: Module, memo: dict[int, Any]) -> Module:
     """Return a copy of a module that shares process groups, and what holds them: they cannot be copied.
 
@@ -32,18 +27,18 @@ def deepcopy_sharing_groups(module: Module, memo: dict[int, Any]) -> Module:
     return twin
 
 
-def all_reduce_sum(values: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_sum(values: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum of values over the group, in new storage: any shape and dtype, the same on every rank.
 
-    Collectives: one all_reduce of the values over group; none if the group has one rank. No host sync.
+    Collectives: one all_reduce of the values over group; none if the group has one rank, or is None. No host sync.
     """
     total = values.clone()
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total
 
 
-def all_gather_rows(rows: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+def all_gather_rows(rows: Tensor, *, group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
     """Return the rows of every rank in rank order, and the index of this rank's first row. Not differentiable.
 
     Args:
@@ -55,7 +50,7 @@ def all_gather_rows(rows: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, 
     Collectives: one all_gather of [1] int64, one of [largest T, C], over group; none if the group has one rank. One
         host sync, for the sizes.
     """
-    if group.size() == 1:
+    if group is None or group.size() == 1:
         return rows, 0
     size = torch.tensor([rows.shape[0]], device=rows.device)
     sizes = [torch.empty_like(size) for _ in range(group.size())]

@@ -13,7 +13,7 @@ from router.attached import LossGroups, balancing_losses
 from router.balancing import qb_dual_update, sinkhorn
 from router.capacity import apply_router_token_dropping, apply_token_rounding
 from router.choice import balanced_experts, choose_experts
-from router.collectives import all_gather_rows, deepcopy_sharing_groups, group_of_one
+from router.collectives import all_gather_rows, deepcopy_sharing_groups
 from router.config import AUX_LOSSES, ROUTER_DTYPES, RouterConfig
 from router.fused import is_te_installed
 from router.gating import apply_input_jitter, apply_random_logits, router_gating_linear
@@ -101,11 +101,8 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.router_dtype = ROUTER_DTYPES[config.moe_router_dtype]
-        alone = group_of_one()
         self.loss_groups = (
-            LossGroups(groups.tp_cp, groups.tp_dp_cp, groups.cp.size(), groups.dp_cp.size())
-            if groups
-            else LossGroups(alone, alone, 1, 1)
+            LossGroups(groups.tp_cp, groups.tp_dp_cp, groups.cp.size(), groups.dp_cp.size()) if groups else LossGroups()
         )
         self.ep_size = groups.ep.size() if groups else 1
         self.num_experts = config.num_router_experts

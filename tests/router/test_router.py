@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -518,3 +519,22 @@ def test_what_is_decided_is_printed() -> None:
     )
     for part in ("topk=2", "score=sigmoid", "groups=2 of 5", "expert_bias=True", "capacity=1.5", "fusion=torch"):
         assert part in shown
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("fields", [LOSSES, {**BIASED, "moe_expert_capacity_factor": 0.5}], ids=str)
+def test_a_compiled_router_decides_and_counts_the_same(fields: dict[str, object]) -> None:
+    router, twin, hidden = _router(**EXACT, **fields), _router(**EXACT, **fields), _hidden(33)
+    probs, routing_map = torch.compile(router, backend="aot_eager")(hidden)
+    expected, expected_map = twin(hidden)
+    assert torch.equal(routing_map, expected_map)
+    assert_close(probs, expected)
+    for value, module in ((probs, router), (expected, twin)):
+        (value * torch.arange(1.0, NUM_EXPERTS + 1)).sum().backward()
+        assert module.tokens_per_expert.sum() == 33 * TOPK
+    assert_close(router.weight.grad, twin.weight.grad)
+
+
+def test_a_router_alone_can_be_pickled() -> None:
+    router, hidden = _router(**EXACT, **LOSSES), _hidden(33)
+    assert torch.equal(pickle.loads(pickle.dumps(router))(hidden)[0], router(hidden)[0])
