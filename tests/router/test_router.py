@@ -162,7 +162,7 @@ def test_copies_and_state_dict() -> None:
     router, hidden = _router(add_bias_linear=True, **LOSSES), _hidden(33, dtype=torch.float32)
     router(hidden)[0].sum().backward()
     copied = copy.deepcopy(router)
-    assert copied.loss_groups is router.loss_groups
+    assert copied.loss_groups == router.loss_groups
     for (name, left), right in zip(copied.state_dict(keep_vars=True).items(), router.parameters(), strict=True):
         assert torch.equal(left, right), name
         assert left.data_ptr() != right.data_ptr()
