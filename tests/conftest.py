@@ -1,7 +1,5 @@
 """Settings of every test: seeded, one thread, GPU tests skipped where there is no GPU."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import settings
@@ -13,12 +11,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Use one thread, so that ranks share the cores, and the same examples in every run."""
     torch.set_num_threads(1)
     settings.load_profile("seeded")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out tests/parity, whose modules import peers from PyPI, unless they are asked for by `-m parity`."""
-    is_left_out = collection_path.name == "parity" and not config.option.markexpr.startswith("parity")
-    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

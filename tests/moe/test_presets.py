@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe import MoEConfig, MoELayer
-from moe.presets import PRESETS
+from moe.presets import PRESETS, preset_fields
 from tests import reference
 from tests.tolerances import assert_close
 
@@ -28,6 +28,18 @@ def test_sizes_are_the_published_ones(name: str, sizes: tuple[int, ...]) -> None
     config = MoEConfig.preset(name)
     fields = ("hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_router_topk")
     assert tuple(getattr(config, field) for field in fields) == sizes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_losses_stay_off(name: str) -> None:
+    config = MoEConfig.preset(name)
+    stated = {"seq_aux_loss": 1e-4} if name == "deepseek_v3" else {}  # a part of the published router
+    assert (config.aux_loss_coeffs, config.moe_z_loss_coeff) == (stated, 0.0)
+
+
+def test_fields_are_a_copy() -> None:
+    preset_fields("mixtral")["hidden_size"] = 1
+    assert preset_fields("mixtral")["hidden_size"] == 4096
 
 
 @pytest.mark.parametrize("name", PRESETS)

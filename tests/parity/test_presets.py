@@ -1,18 +1,20 @@
-"""Presets against the routers of Hugging Face transformers, on random small configurations."""
+"""Presets against the routers and configurations of Hugging Face transformers."""
 
 import importlib
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import MoEConfig
 from router import TopKRouter
+from tests.parity.megatron import draw
 from tests.tolerances import assert_close
 
-# preset: the router's class and config, and for each drawn size the config's fields
-CLASSES = {
+CLASSES = {  # preset: the router's class and the configuration's
     "mixtral": ("MixtralTopKRouter", "MixtralConfig"),
     "qwen2_moe": ("Qwen2MoeTopKRouter", "Qwen2MoeConfig"),
     "qwen3_moe": ("Qwen3MoeTopKRouter", "Qwen3MoeConfig"),
@@ -22,67 +24,113 @@ CLASSES = {
     "gpt_oss": ("GptOssTopKRouter", "GptOssConfig"),
     "glm4_moe": ("Glm4MoeTopkRouter", "Glm4MoeConfig"),
 }
-PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}, "deepseek_v2": {"topk_method": "group_limited_greedy"}}
+# What the published configurations state besides sizes, where transformers has another default.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+}
+GROUPED = ("deepseek_v2", "deepseek_v3")
 HIDDEN_SIZE = 24
 
 
-def theirs(name: str, num_experts: int, topk: int, groups: tuple[int, int]) -> torch.nn.Module:
+def their_config(name: str, **fields: Any) -> Any:
+    """Return transformers' configuration; its default is a published model, mostly the one of the preset."""
+    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    return getattr(module, CLASSES[name][1])(**PUBLISHED.get(name, {}), **fields)
+
+
+def their_router(name: str, num_experts: int, topk: int, groups: tuple[int, int]) -> torch.nn.Module:
     """Return transformers' router with the published options and small sizes."""
-    router_class, config_class = CLASSES[name]
-    package = f"transformers.models.{name}"
-    config_type = getattr(importlib.import_module(f"{package}.configuration_{name}"), config_class)
-    router_type = getattr(importlib.import_module(f"{package}.modeling_{name}"), router_class)
     experts = "num_local_experts" if name in ("mixtral", "gpt_oss") else "num_experts"
-    if name in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
+    if name in (*GROUPED, "glm4_moe"):
         experts = "n_routed_experts"
-    fields: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, experts: num_experts, "num_experts_per_tok": topk}
+    fields = {"hidden_size": HIDDEN_SIZE, experts: num_experts, "num_experts_per_tok": topk}
     fields |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    if name in ("deepseek_v2", "deepseek_v3"):
+    if name in GROUPED:
         fields |= {"n_group": groups[0], "topk_group": groups[1]}
-    if name == "deepseek_v2":
-        fields |= {"routed_scaling_factor": 16.0}
-    return router_type(config_type(**fields, **PUBLISHED.get(name, {})))
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    return getattr(module, CLASSES[name][0])(their_config(name, **fields))
 
 
-def dense(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
-    """[T, K] weights and ids in any order -> [T, E]."""
-    return weights.new_zeros(len(weights), num_experts).scatter(1, ids, weights)
+def our_router(name: str, num_experts: int, topk: int, groups: tuple[int, int], *, fusion: bool) -> TopKRouter:
+    """Return the preset's router with small sizes."""
+    fields: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_moe_experts": num_experts, "moe_router_topk": topk}
+    if name in GROUPED:
+        fields |= {"moe_router_num_groups": groups[0], "moe_router_group_topk": groups[1]}
+    return TopKRouter(MoEConfig.preset(name, **fields, moe_router_fusion=fusion, moe_aux_loss_coeff=0.0))
 
 
-SIZES = [(16, 4, (4, 2)), (12, 6, (3, 3)), (32, 6, (8, 3)), (8, 2, (2, 1)), (24, 5, (4, 4))]  # E, K, groups
+@torch.no_grad()
+def set_weights(router: torch.nn.Module, seed: int) -> None:
+    """Give a router of either kind the weights and biases of a seed."""
+    num_experts = router.weight.shape[0]
+    router.weight.copy_(draw(num_experts, HIDDEN_SIZE, seed=seed) / 3)
+    if getattr(router, "bias", None) is not None:
+        router.bias.copy_(draw(num_experts, seed=seed + 1))
+    for name in ("expert_bias", "e_score_correction_bias"):
+        if getattr(router, name, None) is not None:
+            getattr(router, name).copy_(draw(num_experts, seed=seed + 2) * 0.3)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+def run(router: torch.nn.Module, hidden: Tensor) -> dict[str, Tensor]:
+    """Return probs and routing_map [T, E] and all gradients of a router of either kind for hidden [1, T, H]."""
+    hidden = hidden.clone().requires_grad_()
+    if isinstance(router, TopKRouter):
+        probs, routing_map = router(hidden)
+    else:
+        _, weights, ids = router(hidden.flatten(0, 1))  # [T, K] in any order
+        empty = torch.zeros(len(ids), router.weight.shape[0])
+        probs, routing_map = empty.scatter(1, ids, weights), empty.bool().scatter(1, ids, True)
+    (probs * draw(*probs.shape, seed=4)).sum().backward()
+    found = {"probs": probs, "routing_map": routing_map, "hidden": hidden.grad, "weight": router.weight.grad}
+    return found if getattr(router, "bias", None) is None else {**found, "bias": router.bias.grad}
+
+
+@st.composite
+def router_sizes(draw_from: st.DrawFn) -> tuple[int, int, tuple[int, int]]:
+    """Draw E, K, and the number of groups with that of open ones; the best two of a group are its score."""
+    num_groups, size = draw_from(st.integers(1, 5)), draw_from(st.integers(2, 8))
+    group_topk = draw_from(st.integers(1, num_groups))
+    return num_groups * size, draw_from(st.integers(2, group_topk * size)), (num_groups, group_topk)
+
+
 @pytest.mark.parametrize("fusion", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
-def test_selection_weights_and_gradients(name: str, fusion: bool, size: tuple[int, int, tuple[int, int]]) -> None:
-    num_experts, topk, groups = size
-    fields: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_moe_experts": num_experts, "moe_router_topk": topk}
-    if name in ("deepseek_v2", "deepseek_v3"):
-        fields |= {"moe_router_num_groups": groups[0], "moe_router_group_topk": groups[1]}
-    ours = TopKRouter(MoEConfig.preset(name, **fields, moe_router_fusion=fusion, moe_aux_loss_coeff=0.0))
-    peer = theirs(name, num_experts, topk, groups)
-    with torch.no_grad():
-        for router in (ours, peer):
-            torch.manual_seed(num_experts)
-            router.weight.normal_()
-            if getattr(router, "bias", None) is not None:
-                router.bias.normal_()
-            bias = router.expert_bias if router is ours else getattr(router, "e_score_correction_bias", None)
-            if bias is not None:
-                bias.copy_(torch.randn(num_experts) * 0.3)
-    hidden = torch.randn(1, 33, HIDDEN_SIZE)
-    results = []
-    for router in (ours, peer):
-        inputs = hidden.clone().requires_grad_()
-        if router is ours:
-            probs, routing_map = router(inputs)
-        else:
-            _, weights, ids = router(inputs.flatten(0, 1))
-            probs = dense(weights, ids, num_experts)
-            routing_map = torch.zeros_like(probs, dtype=torch.bool).scatter(1, ids, True)
-        (probs * torch.linspace(-1, 1, num_experts)).sum().backward()
-        found = {"probs": probs, "routing_map": routing_map, "hidden": inputs.grad, "weight": router.weight.grad}
-        results.append(found if getattr(router, "bias", None) is None else {**found, "bias": router.bias.grad})
-    for key, expected in results[1].items():
-        assert_close(results[0][key], expected, what=key)
+@settings(max_examples=40)
+@given(sizes=router_sizes(), num_tokens=st.integers(1, 40), seed=st.integers(0, 99))
+def test_selection_weights_and_gradients(
+    name: str, fusion: bool, sizes: tuple[int, int, tuple[int, int]], num_tokens: int, seed: int
+) -> None:
+    ours, theirs = our_router(name, *sizes, fusion=fusion), their_router(name, *sizes)
+    for router in (ours, theirs):
+        set_weights(router, seed)
+    hidden = draw(1, num_tokens, HIDDEN_SIZE, seed=seed + 3)
+    actual, expected = run(ours, hidden), run(theirs, hidden)
+    for key in ("probs", "routing_map"):
+        assert_close(actual[key], expected[key], what=key)
+    for key in expected.keys() - {"probs", "routing_map"}:  # gradients may cancel: the scale is that of the probs
+        scale = max(expected[key].abs().max().item(), expected["probs"].max().item())
+        assert (actual[key] - expected[key]).abs().max() <= 2e-5 * scale, key
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "deepseek_v2"])  # its default is a small one
+def test_sizes_are_the_defaults(name: str) -> None:
+    """What is no size here is compared above."""
+    ours, theirs = MoEConfig.preset(name), their_config(name)
+    width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    if name == "olmoe":  # transformers' default is twice the published width
+        width //= 2
+    num_experts = next(
+        getattr(theirs, field)
+        for field in ("n_routed_experts", "num_local_experts", "num_experts")
+        if hasattr(theirs, field)
+    )
+    sizes = (theirs.hidden_size, width, num_experts, theirs.num_experts_per_tok)
+    assert (ours.hidden_size, ours.moe_ffn_hidden_size, ours.num_moe_experts, ours.moe_router_topk) == sizes
+    groups = (getattr(theirs, "n_group", 1), getattr(theirs, "topk_group", 1))
+    assert (ours.moe_router_num_groups or 1, ours.moe_router_group_topk or 1) == groups
+    assert (ours.moe_router_topk_scaling_factor or 1.0) == getattr(theirs, "routed_scaling_factor", 1.0)
+    shared = getattr(theirs, "n_shared_experts", 0) * width
+    shared = getattr(theirs, "shared_expert_intermediate_size", shared)
+    assert (ours.moe_shared_expert_intermediate_size or 0) == shared
+    assert ours.activation_func_clamp_value == getattr(theirs, "swiglu_limit", None)
