@@ -76,8 +76,7 @@ def balancing_losses(
         global_aux_loss one of [1, E + 1] over tp_dp_cp.
 
     Source: aux_loss: Switch Transformers, arXiv:2101.03961, section 2.2; seq_aux_loss: DeepSeek-V3, arXiv:2412.19437,
-        section 2.1.2, mean over the sequences that have tokens; global_aux_loss: arXiv:2501.11873, with the counts of
-        the step so far.
+        section 2.1.2, mean over sequences with tokens; global_aux_loss: arXiv:2501.11873, counts of the step so far.
     """
     coeffs, topk = config.aux_loss_coeffs, config.moe_router_topk
     valid = (torch.ones_like(logits[:, 0], dtype=torch.bool) if padding is None else ~padding).unsqueeze(-1)  # [T, 1]
