@@ -272,6 +272,8 @@ def test_router_gating_linear(
     for actual, expected in zip(*results, strict=True):
         assert actual.dtype == expected.dtype
         assert_close(actual, expected)
+        # Both round products of router_dtype once: narrow results are the same, but for sums in another order.
+        assert actual.dtype in WIDE or (actual != expected).float().mean() < 0.05
 
 
 @pytest.mark.parametrize("scale", [None, 0.25])
