@@ -15,12 +15,15 @@ from router.losses import Sequences, loss_scores, switch_load_balancing_loss_fun
 
 @dataclass(frozen=True)
 class LossGroups:
-    """Over which ranks losses are taken.
+    """Over which ranks losses are taken, and the one rule for their scale.
 
     A loss over a group is the sum of shares, one of each rank. Gradients of dense parameters are summed over TP and
     averaged over DP x CP, so a share is multiplied by the averaged part of its group: the CP size over tp_cp, the DP x
     CP size over all ranks. With calculate_per_token_loss gradients are summed and divided by the number of all tokens,
     so a share is multiplied by the tokens of its group: micro-batches count by their tokens. No other factor anywhere.
+
+    Differs from Megatron-Core: the gradient of global_aux_loss is the same on any number of DP ranks; a sequence is
+    balanced by its own valid tokens, not by the mean number; counts of unequal micro-batches weigh by their tokens.
 
     Attributes:
         tp_cp: ranks that hold slices of one micro-batch; None on one process.

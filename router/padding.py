@@ -27,7 +27,8 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
     Host syncs: none if T is a multiple of pad_multiple (the multiple is then always in reach), else one.
 
-    Source: Megatron-Core's pad_routing_map. Differs: that one writes into its argument.
+    Source: Megatron-Core's pad_routing_map. Differs: that one writes into its argument, and stops short of the
+        multiple where tokens run out.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple ({pad_multiple}) must be at least 1.")

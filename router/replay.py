@@ -264,7 +264,8 @@ class _Recorder(DecisionRecorder):
             return choose_and_note() if self.outer is None else self.outer.expert_ids(logits, choose_and_note)
         ids = self.forced.to(logits.device, torch.int64)
         if self.has_free_rows:
-            ids = torch.where(ids < 0, choose_and_note(), ids)
+            with torch.no_grad():  # counts nothing and so communicates nothing: only some ranks may have free rows
+                ids = torch.where(ids < 0, choose(), ids)
         if self.outer is not None:
             self.outer.expert_ids(logits, lambda: ids)  # a record around a replay keeps what was replayed
         return ids
@@ -277,11 +278,15 @@ class _Recorder(DecisionRecorder):
 
 
 @contextmanager
-def _attached(model: nn.Module, decisions: _Decisions, forced: dict[str, Tensor]) -> Iterator[None]:
-    """Put a recorder into every router, and restore what was there."""
+def _attached(
+    model: nn.Module, decisions: _Decisions, forced: dict[str, Tensor], *, is_named: bool = True
+) -> Iterator[None]:
+    """Put a recorder into every router, and restore what was there; without is_named leave out routers without ids."""
     with ExitStack() as stack:
         for name, router in routers_of(model).items():
             kind = router.config.moe_router_type
+            if kind != "topk" and not is_named:
+                continue
             if kind != "topk":
                 name = name or type(router).__name__
                 raise ValueError(f"{name} chooses by {kind!r}, which has no K experts per token; only 'topk' has them.")
@@ -314,7 +319,7 @@ def recompute(module: nn.Module, *args: Any, use_reentrant: bool = False, **kwar
     its own: let it be `recompute` too.
 
     Args:
-        module: any module; routers may be anywhere in it.
+        module: any module; routers may be anywhere in it. One where experts choose tokens chooses again.
         args, kwargs: what it is called with; what needs a gradient must be in args.
         use_reentrant: which of the two implementations of torch.utils.checkpoint.
 
@@ -326,7 +331,7 @@ def recompute(module: nn.Module, *args: Any, use_reentrant: bool = False, **kwar
     decisions = _Decisions()
 
     def run(*inputs: Any) -> Any:
-        with _attached(module, decisions, {}):
+        with _attached(module, decisions, {}, is_named=False):
             return module(*inputs, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=use_reentrant)

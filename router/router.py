@@ -82,6 +82,9 @@ class TopKRouter(nn.Module):
             over all ranks is the loss to log; the gradient takes its own way.
         loss_scale: [] fp32, factor on the gradients of these losses; see `set_loss_scale`.
         recorder: set by `RoutingRecords` while it records or replays; else None.
+
+    Source: Megatron-Core router, class of the same name. Differs: padding is routed nowhere; the bias counts choices
+        before capacity, and in training alone; jitter is for training.
     """
 
     bias: nn.Parameter | None

@@ -47,7 +47,7 @@ def topk_routing_with_score_function(
 
     Source: Megatron-Core moe_utils, function of the same name. Differs: without bias and groups the choice compares
         logits, not scores, so saturated scores do not tie; the normalisation is exact for any scores (no 1e-20 under
-        the fraction).
+        the fraction); fp64 logits are scored in fp64.
     """
     rule = RoutingRule(topk, use_pre_softmax, num_groups, group_topk, None, scaling_factor, score_function)
     if expert_bias is not None and score_function == "softmax":

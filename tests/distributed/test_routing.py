@@ -205,3 +205,19 @@ def replay_worker(use_reentrant: bool) -> list[bool]:
 def test_replay_and_recompute_over_ranks(world_size: int, use_reentrant: bool) -> None:
     for same in run_ranks(replay_worker, world_size, use_reentrant):
         assert same == [True] * 9
+
+
+def free_row_worker(option: str) -> int:
+    """Only the first rank has a token that the replay leaves to the router."""
+    groups = ProcessGroups.build(tensor_model_parallel_size=dist.get_world_size())
+    layer, records = build(option, groups), RoutingRecords()
+    ids = torch.arange(6).view(3, 2)
+    records.set("router", ids.index_fill(0, torch.tensor([1]), -1) if dist.get_rank() == 0 else ids)
+    with records.replay(layer):
+        layer(torch.randn(3, 1, HIDDEN, dtype=torch.float64)).sum().backward()
+    return int(layer.router.tokens_per_expert.sum())
+
+
+@pytest.mark.parametrize("option", ["quantiles", "sinkhorn"])
+def test_a_free_row_on_one_rank_alone_holds_nobody_up(option: str) -> None:
+    assert run_ranks(free_row_worker, 2, option) == [6, 6]
