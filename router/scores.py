@@ -132,12 +132,13 @@ def dense_weights(logits: Tensor, routing_map: Tensor, rule: RoutingRule) -> Ten
         rule: how they are weighted.
 
     Returns:
-        [T, E]; where routed, the probs of `topk_routing_with_score_function`.
+        [T, E]; where routed, the probs of `topk_routing_with_score_function`. Where a choice was limited or forced, an
+        expert that was not chosen may score higher: its weight is bounded by 1 (times the scaling factor).
     """
     if rule.use_pre_softmax or rule.topk == 1:
         weights = scores_of(logits, rule.score_function)
     else:
         logs = log_scores(logits, rule.score_function)
         over = routing_map | ~routing_map.any(-1, keepdim=True)  # a token that is routed nowhere: over all experts
-        weights = (logs - logs.masked_fill(~over, -torch.inf).logsumexp(-1, keepdim=True)).exp()
+        weights = (logs - logs.masked_fill(~over, -torch.inf).logsumexp(-1, keepdim=True)).clamp(max=0.0).exp()
     return weights if rule.scaling_factor is None else weights * rule.scaling_factor

@@ -457,6 +457,18 @@ def test_token_rounding_is_for_training_and_keeps_other_weights(policy: str) -> 
     assert torch.equal(router.eval()(hidden)[1], chosen)
 
 
+def test_added_weights_are_bounded_where_the_choice_is_forced() -> None:
+    fields = {"moe_token_rounding_policy": "up", "moe_token_rounding_multiple": 16}
+    router = _router(**EXACT, **fields, moe_router_force_load_balancing="balanced")
+    hidden = (_hidden(33) * 100).requires_grad_()
+    probs, routing_map = router(hidden)
+    assert (routing_map.sum(0) % 16 == 0).all()
+    assert probs.max() <= 1.0
+    probs.sum().backward()
+    assert hidden.grad.isfinite().all()
+    assert router.weight.grad.isfinite().all()
+
+
 def test_token_rounding_of_padded_tokens_has_finite_gradients() -> None:
     router, hidden = _router(**EXACT, moe_token_rounding_policy="up", moe_token_rounding_multiple=4), _hidden(33)
     padding = torch.rand(33, generator=torch.Generator().manual_seed(4)) < 0.4
