@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moe.parallel import ProcessGroups, sum_over_world
 from router.config import AUX_LOSSES
-from router.router import TopKRouter
+from router.step import routers_of
 
 LOSSES = (*AUX_LOSSES, "z_loss")
 COUNTS = ("tokens_per_expert", "dropped_tokens_per_expert", "added_tokens_per_expert")
@@ -67,7 +67,7 @@ def collect_metrics(model: nn.Module, groups: ProcessGroups) -> MoEMetrics:
 
     Collectives: one all_reduce of [N, 3 E + 4] fp64 over all ranks. One host sync.
     """
-    routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    routers = routers_of(model)
     sizes = {router.num_experts for router in routers.values()}
     if len(sizes) > 1:
         raise ValueError(f"All routers must have the same number of experts; this model has {sorted(sizes)}.")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dispatchers.collectives import group_of_one
+from router.collectives import all_reduce_sum
 from router.step import reset_global_aux_loss_tracker
 
 BUCKET_ELEMENTS = 1 << 24
@@ -282,10 +283,7 @@ def sum_over_world(values: Tensor, groups: ProcessGroups) -> Tensor:
 
     Collectives: one all_reduce over tp_dp_cp.
     """
-    total = values.clone()
-    if groups.tp_dp_cp.size() > 1:
-        dist.all_reduce(total, group=groups.tp_dp_cp)
-    return total
+    return all_reduce_sum(values, group=groups.tp_dp_cp)
 
 
 def all_ranks_succeeded(error: BaseException | None) -> list[str]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
+from router.gating import no_autocast
 
 
 class ZeroComputationExperts(nn.Module):
@@ -63,10 +64,13 @@ class ZeroComputationExperts(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1]).to(probs.dtype)  # [T, H]
         of_token, of_constant = identity.sum(1, keepdim=True), None  # [T, 1]
         if self.constant is not None and self.gate is not None:
-            logits = torch.einsum("th,cgh->tcg", tokens, self.gate.to(probs.dtype))  # [T, H], [C, 2, H] -> [T, C, 2]
-            mix = logits.softmax(-1) * constant.unsqueeze(-1)  # [T, C, 2]
-            of_token = of_token + mix[..., 0].sum(1, keepdim=True)
-            of_constant = mix[..., 1] @ self.constant.to(probs.dtype)  # [T, C], [C, H] -> [T, H]
+            with no_autocast(tokens.device):
+                logits = torch.einsum(
+                    "th,cgh->tcg", tokens, self.gate.to(probs.dtype)
+                )  # [T, H], [C, 2, H] -> [T, C, 2]
+                mix = logits.softmax(-1) * constant.unsqueeze(-1)  # [T, C, 2]
+                of_token = of_token + mix[..., 0].sum(1, keepdim=True)
+                of_constant = mix[..., 1] @ self.constant.to(probs.dtype)  # [T, C], [C, H] -> [T, H]
         output = of_token * tokens if of_constant is None else of_token * tokens + of_constant
         return output.to(hidden_states.dtype).view(hidden_states.shape)
 

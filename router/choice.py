@@ -83,10 +83,3 @@ def balanced_experts(num_tokens: int, topk: int, num_experts: int, ep_size: int,
     """
     slots = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk) % num_experts
     return slots % ep_size * (num_experts // ep_size) + slots // ep_size  # the slot's rank, then its place there
-
-
-def scatter_weights(logits: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, K] ids and weights -> probs [T, E], zero where not routed; routing_map [T, E] bool."""
-    probs = torch.zeros_like(logits).scatter(1, expert_ids, weights)
-    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_ids, True)
-    return probs, routing_map

@@ -194,6 +194,10 @@ class RouterConfig:
                 f"moe_aux_loss_coeff ({coeff}) has no effect with moe_router_load_balancing_type ({kinds!r}); set the"
                 " type to 'aux_loss' or the coefficient to 0."
             )
+        if kinds != "quantile_balancing":
+            self._refuse("it belongs to quantile_balancing", "moe_router_quantile_balancing_ema")
+        if not self.moe_router_enable_expert_bias:
+            self._refuse("there is no moe_router_enable_expert_bias", "moe_router_bias_update_rate")
         if kinds == "sinkhorn":
             self._refuse("sinkhorn weighs tokens in its own way", *_SCORE_OPTIONS, *_GROUP_OPTIONS, "moe_router_fusion")
         if kinds == "quantile_balancing":
@@ -206,6 +210,8 @@ class RouterConfig:
                 )
 
     def _check_capacity(self) -> None:
+        if self.moe_token_rounding_policy is None:
+            self._refuse("there is no moe_token_rounding_policy", "moe_token_rounding_multiple")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity (True) needs a capacity; set moe_expert_capacity_factor, for"
@@ -231,6 +237,7 @@ class RouterConfig:
                 )
             why, forced = "in expert_choice each expert takes its best tokens", "moe_router_force_load_balancing"
             others = ("moe_router_pre_softmax", "moe_router_fusion", "moe_token_rounding_policy", forced)
+            self._refuse(why, "moe_token_drop_policy")
             bias, pad = "moe_router_enable_expert_bias", "moe_pad_expert_input_to_capacity"
             self._refuse(why, *_GROUP_OPTIONS, *others, bias, pad)
             if self.num_zero_experts:

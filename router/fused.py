@@ -20,6 +20,13 @@ def is_te_installed() -> bool:
     return find_spec("transformer_engine") is not None
 
 
+def backend_of(logits: Tensor, *, fused: bool) -> str | None:
+    """Return what fuses the decision of these logits: "te" on CUDA where it is installed, "torch", or None."""
+    if not fused:
+        return None
+    return "te" if logits.is_cuda and is_te_installed() else "torch"
+
+
 class FusedTopK(torch.autograd.Function):
     """Score + choice + weights + scatter in one node; values are bitwise those of the separate steps.
 

@@ -62,14 +62,16 @@ def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, route
     return logits.view(*inp.shape[:-1], weight.shape[0])
 
 
-def apply_input_jitter(hidden_states: Tensor, eps: float) -> Tensor:
-    """Return hidden_states times noise that is uniform in [1 - eps, 1 + eps), drawn in their dtype.
+def apply_input_jitter(hidden_states: Tensor, eps: float, router_dtype: torch.dtype) -> Tensor:
+    """Return hidden_states times noise that is uniform in [1 - eps, 1 + eps), in router_dtype: bf16 has no 1.001.
 
     The noise comes from torch's default generator of the device, whose state activation checkpointing restores.
 
-    Source: Switch Transformers, arXiv:2101.03961, section 2.2.
+    Source: Switch Transformers, arXiv:2101.03961, section 2.2. Differs from Megatron-Core, which draws in the dtype of
+        hidden_states.
     """
-    return hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
+    noise = torch.empty_like(hidden_states, dtype=router_dtype).uniform_(1.0 - eps, 1.0 + eps)
+    return hidden_states * noise
 
 
 class _RandomLogits(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from router.fused import FusedLossScores, is_te_installed
+from router.fused import FusedLossScores, backend_of
 from router.scores import check_score_function, normalized_scores
 
 
@@ -38,9 +38,8 @@ def compute_routing_scores_for_aux_loss(
     check_score_function(score_function)
     if logits.dim() != 2 or not 1 <= topk <= logits.shape[1]:
         raise ValueError(f"topk ({topk}) must lie between 1 and the experts of logits [T, E] ({list(logits.shape)}).")
-    backend = "te" if fused and logits.is_cuda and is_te_installed() else "torch" if fused else None
     wide = logits.float() if logits.itemsize < 4 else logits
-    routing_map, scores = loss_scores(wide, topk, score_function, backend=backend)
+    routing_map, scores = loss_scores(wide, topk, score_function, backend=backend_of(logits, fused=fused))
     if padding_mask is None:
         return routing_map, scores
     padding = padding_mask.unsqueeze(-1)  # [T, 1]
@@ -68,6 +67,23 @@ def loss_scores(
         return routing_map, scores
     chosen = logits.detach().topk(topk, dim=-1).indices  # the order of logits is that of scores, without saturated ties
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Sum of values times weights over the last dimension; backward has the weights of this very forward.
+
+    They are no saved tensors, which activation checkpointing would replace by those of a repeated forward: counts of a
+    global batch go on in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor) -> Tensor:
+        ctx.weights = weights
+        return (values * weights).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.unsqueeze(-1) * ctx.weights, None
 
 
 def switch_load_balancing_loss_func(
@@ -102,14 +118,15 @@ def switch_load_balancing_loss_func(
     """
     if padding_mask is not None:
         probs = probs.masked_fill(padding_mask.unsqueeze(-1), 0.0)
-    if fused and probs.is_cuda and probs.dim() == 2 and is_te_installed():
+    if probs.dim() == 2 and backend_of(probs, fused=fused) == "te":
         from router.fused_te import fused_aux_loss, takes_logits
 
         if takes_logits(probs):
             return fused_aux_loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff)
     total = torch.as_tensor(total_num_tokens, device=probs.device).clamp(min=1).to(probs.dtype)
     scale = num_experts * moe_aux_loss_coeff / (topk * total * total)
-    return (probs.sum(-2) * tokens_per_expert.to(probs.dtype)).sum(-1) * scale  # [..., T, E], [..., E] -> [...]
+    weights = tokens_per_expert.to(probs.dtype) * scale.unsqueeze(-1)  # [..., E]
+    return _WeightedSum.apply(probs.sum(-2), weights)  # [..., T, E] -> [..., E] -> [...]
 
 
 def z_loss_func(
@@ -193,7 +210,8 @@ class Sequences:
     def sum(self, values: Tensor) -> Tensor:
         """Add up the rows of each sequence: [T, C] -> [N, C]."""
         if self.ids is None:
-            return values.view(-1, self.num_sequences, values.shape[-1]).sum(0)
+            length = len(values) // max(self.num_sequences, 1)
+            return values.view(length, self.num_sequences, values.shape[-1]).sum(0)
         sums = values.new_zeros(self.num_sequences + 1, values.shape[-1]).index_add(0, self.ids, values)
         return sums[:-1]
 
@@ -246,9 +264,11 @@ def on_backward(tensor: Tensor, action: Callable[[], None]) -> Tensor:
 
     A forward that activation checkpointing repeats in backward has no gradient of its own (non-reentrant), or is the
     only one that has (reentrant): so what the action counts is counted once in either case. If tensor takes no
-    gradient, the action runs at once.
+    gradient, the action runs at once, unless this forward is a repetition inside a backward.
     """
     if tensor.requires_grad:
         return _OnBackward.apply(tensor, action)
-    action()
+    is_repetition = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
+    if not is_repetition:
+        action()
     return tensor

@@ -252,7 +252,7 @@ class _Recorder(DecisionRecorder):
         elif self.name in uncounted and torch.is_grad_enabled():
             uncounted.discard(self.name)
             choose()  # reentrant checkpoint: only the second forward can count what choosing counts (quantiles)
-        return decided[self.name]
+        return _outside_inference(decided[self.name])
 
     def _decide(self, logits: Tensor, choose: Callable[[], Tensor]) -> Tensor:
         def choose_and_note() -> Tensor:
@@ -274,7 +274,12 @@ class _Recorder(DecisionRecorder):
         kept_maps, outer = self.decisions.kept_maps, self.outer if self.forced is None else None
         if self.name not in kept_maps:
             kept_maps[self.name] = compute() if outer is None else outer.kept_map(compute)
-        return kept_maps[self.name]
+        return _outside_inference(kept_maps[self.name])
+
+
+def _outside_inference(kept: Tensor) -> Tensor:
+    """Return a tensor that autograd takes, also where it was made under inference_mode."""
+    return kept.clone() if kept.is_inference() and not torch.is_inference_mode_enabled() else kept
 
 
 @contextmanager
@@ -297,8 +302,8 @@ def _attached(
 
 def _check_number(micro_batch: int) -> None:
     """Raise ValueError unless a micro-batch has a whole number for a name, which a file can hold."""
-    if type(micro_batch) is not int:
-        raise ValueError(f"micro_batch ({micro_batch!r}) must be a whole number.")
+    if type(micro_batch) is not int or abs(micro_batch) >= 10**18:
+        raise ValueError(f"micro_batch ({micro_batch!r}) must be a whole number of at most 18 digits.")
 
 
 def _safetensors() -> Any:

@@ -15,7 +15,7 @@ from router.capacity import apply_router_token_dropping, apply_token_rounding
 from router.choice import balanced_experts, choose_experts
 from router.collectives import all_gather_rows, deepcopy_sharing_groups
 from router.config import AUX_LOSSES, ROUTER_DTYPES, RouterConfig
-from router.fused import is_te_installed
+from router.fused import backend_of, is_te_installed
 from router.gating import apply_input_jitter, apply_random_logits, router_gating_linear
 from router.losses import Sequences, attach_loss, on_backward
 from router.scores import RoutingRule, dense_weights
@@ -117,6 +117,7 @@ class TopKRouter(nn.Module):
         )
         self.register_parameter("bias", bias)
         self._register_buffers()
+        self.register_load_state_dict_post_hook(_keep_biases_in_fp32)
         self.reset_parameters()
 
     def _register_buffers(self) -> None:
@@ -144,7 +145,10 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the gate from a normal distribution (torch's default generator); zero biases, counters and losses."""
+        """Draw the gate from a normal distribution (torch's default generator); zero biases, counters and losses.
+
+        After `to_empty` call it before a state is loaded: counters, losses and loss_scale are in no state dict.
+        """
         nn.init.normal_(self.weight, std=self.config.init_method_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -176,7 +180,7 @@ class TopKRouter(nn.Module):
         """
         tokens, padding = self._flatten(hidden_states, padding_mask)  # [S, B, H] -> [T, H]
         if self.config.moe_input_jitter_eps is not None and self.training:
-            tokens = apply_input_jitter(tokens, self.config.moe_input_jitter_eps)
+            tokens = apply_input_jitter(tokens, self.config.moe_input_jitter_eps, self.router_dtype)
         logits = router_gating_linear(tokens, self.weight, self.bias, self.router_dtype)  # [T, H] -> [T, E]
         if self.config.moe_router_force_load_balancing in (True, "random"):
             logits = apply_random_logits(logits)
@@ -232,9 +236,7 @@ class TopKRouter(nn.Module):
 
     def _backend(self, logits: Tensor) -> str | None:
         """Which code fuses the decision of these logits; None: none."""
-        if not self.config.moe_router_fusion:
-            return None
-        return "te" if logits.is_cuda and is_te_installed() else "torch"
+        return backend_of(logits, fused=self.config.moe_router_fusion)
 
     def _special_choice(self, logits: Tensor, padding: Tensor | None, advance: dict[str, Tensor]) -> Tensor | None:
         """[T, K] ids where they are not the top-k of the scores: balanced, sinkhorn, quantile balancing; else None."""
@@ -372,6 +374,13 @@ class TopKRouter(nn.Module):
             "False" if not config.moe_router_fusion else "Transformer Engine on CUDA" if is_te_installed() else "torch"
         )
         return ", ".join([*parts, f"dtype={config.moe_router_dtype}", f"fusion={fusion}"])
+
+
+def _keep_biases_in_fp32(router: nn.Module, _: object) -> None:
+    """Undo what load_state_dict(..., assign=True) does with a state of another dtype."""
+    for name in ("expert_bias", "qb_beta"):
+        if getattr(router, name) is not None:
+            setattr(router, name, getattr(router, name).float())
 
 
 def check_padding_mask(padding_mask: Tensor, shape: torch.Size) -> None:

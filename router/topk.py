@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from router.choice import choose_experts, scatter_weights
-from router.fused import FusedTopK, is_te_installed
+from router.choice import choose_experts
+from router.fused import FusedTopK, backend_of
 from router.scores import RoutingRule, chosen_weights, scores_of
 
 
@@ -53,8 +54,7 @@ def topk_routing_with_score_function(
     if expert_bias is not None and score_function == "softmax":
         raise ValueError("expert_bias needs score_function 'sigmoid' or 'sqrtsoftplus', not 'softmax'.")
     wide = logits.float() if logits.itemsize < 4 else logits
-    backend = "te" if fused and logits.is_cuda and is_te_installed() else "torch" if fused else None
-    probs, routing_map = route(wide, rule, expert_bias, precomputed_indices, backend=backend)
+    probs, routing_map = route(wide, rule, expert_bias, precomputed_indices, backend=backend_of(logits, fused=fused))
     return probs.to(logits.dtype), routing_map
 
 
@@ -100,4 +100,6 @@ def route(
         weights = chosen_weights(logits.gather(1, expert_ids), rule)  # [T, K]
     if rule.scaling_factor is not None:
         weights = weights * rule.scaling_factor
-    return scatter_weights(logits, expert_ids, weights)
+    probs = torch.zeros_like(logits).scatter(1, expert_ids, weights)
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_ids, True)
+    return probs, routing_map

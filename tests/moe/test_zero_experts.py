@@ -98,3 +98,11 @@ def test_all_tokens_on_zero_experts_leave_zero_gradients() -> None:
         assert not parameter.grad.any(), name
     assert layer.router.tokens_per_expert.tolist() == [0, 0, 0, 0, 10, 10]
     assert "null=1, identity=1, constant=0" in layer.describe()
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    experts = ZeroComputationExperts(_config((0, 1, 2), params_dtype=torch.float32))
+    hidden, probs = torch.randn(9, 6), torch.rand(9, 3)
+    expected = experts(hidden, probs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(experts(hidden, probs), expected)

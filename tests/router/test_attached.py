@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe.parallel import ProcessGroups, finalize_gradients
-from router import RouterConfig, TopKRouter
+from router import RouterConfig, TopKRouter, recompute
 from tests import reference
 from tests.ranks import run_ranks
 from tests.tolerances import assert_close
@@ -268,3 +269,47 @@ def test_token_counts_belong_to_per_token_losses(per_token: bool) -> None:
         ValueError, match=rf"num_tokens \({num_tokens}\) belongs to calculate_per_token_loss \({per_token}"
     ):
         finalize_gradients(router, ProcessGroups.build(), num_tokens=num_tokens)
+
+
+def _accumulated(how: str, batches: list[Tensor], *, late: bool) -> tuple[Tensor, Tensor]:
+    """The router's gradient and its counts after all batches; late: every forward before the first backward."""
+    router, pending = _router(None, ["global_aux_loss", "z_loss"]), []
+    for hidden in batches:
+        if how == "plain":
+            probs, _ = router(hidden)
+        elif how == "recompute":
+            probs, _ = recompute(router, hidden)
+        else:
+            probs, _ = checkpoint(router, hidden, use_reentrant=how == "reentrant")
+        pending.append((probs * 0.0).sum())
+        if not late:
+            pending.pop().backward()
+    for loss in pending:
+        loss.backward()
+    return router.weight.grad, router.global_tokens
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("how", ["non-reentrant", "reentrant", "recompute"])
+def test_global_counts_of_a_repeated_forward_are_those_of_the_first(how: str, late: bool) -> None:
+    batches = [part.clone().requires_grad_() for part in _hidden().chunk(2, dim=1)]
+    # a reentrant checkpoint has its graph from the repetition alone, so that its counts so far are those of that moment
+    expected, counts = _accumulated("plain", batches, late=late and how != "reentrant")
+    gradient, actual_counts = _accumulated(how, batches, late=late)
+    assert_close(gradient, expected)
+    assert torch.equal(actual_counts, counts)
+
+
+def test_a_second_backward_through_a_repeated_forward_gives_the_same() -> None:
+    router, hidden = _router(None, ["global_aux_loss"]), _hidden().requires_grad_()
+    probs, _ = checkpoint(router, hidden, use_reentrant=False)
+    gradients = [torch.autograd.grad((probs * 0.0).sum(), router.weight, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (0, 0)], ids=str)
+def test_a_batch_without_sequences_or_tokens(shape: tuple[int, int]) -> None:
+    router = _router(None, list(COEFFS))
+    probs, _ = router(torch.zeros(*shape, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True))
+    probs.sum().backward()
+    assert not router.weight.grad.any()

@@ -93,6 +93,17 @@ def _config(**fields: object) -> RouterConfig:
             {"moe_expert_capacity_factor": 1.0, "moe_token_rounding_policy": "up"},
             r"moe_token_rounding_policy \('up'\) and moe_expert_capacity_factor \(1.0\) both set",
         ),
+        ({"moe_token_rounding_multiple": 64}, r"moe_token_rounding_multiple \(64\) has no meaning: there is no"),
+        ({"moe_router_bias_update_rate": 0.1}, r"moe_router_bias_update_rate \(0.1\) has no meaning: there is no"),
+        ({"moe_router_quantile_balancing_ema": 0.5}, r"ema \(0.5\) has no meaning: it belongs to quantile_balancing"),
+        (
+            {
+                "moe_router_type": "expert_choice",
+                "moe_expert_capacity_factor": 1.0,
+                "moe_token_drop_policy": "position",
+            },
+            r"moe_token_drop_policy \('position'\) has no meaning: in expert_choice",
+        ),
         ({"moe_token_rounding_multiple": 0}, r"moe_token_rounding_multiple \(0\) must be a positive whole"),
         ({"moe_num_null_experts": -1}, r"moe_num_null_experts \(-1\) must be 0 or a positive whole"),
         (

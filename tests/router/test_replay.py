@@ -575,7 +575,7 @@ def test_arrays_lists_and_what_has_no_number_or_no_modules(tmp_path: Path) -> No
     for ids in (rows, expected.numpy()):
         assert torch.equal(RoutingRecords.from_dense(ids, ["a", "b"]).to_dense().long(), expected)
     records = RoutingRecords()
-    for number in ("a", 1.0, None, True):
+    for number in ("a", 1.0, None, True, 10**18, -(10**18)):
         with pytest.raises(ValueError, match=r"micro_batch \(.*\) must be a whole number"):
             records.record(_model(), number).__enter__()
         with pytest.raises(ValueError, match=r"micro_batch \(.*\) must be a whole number"):
@@ -590,3 +590,33 @@ def test_experts_that_choose_are_recomputed_without_a_record() -> None:
     model, hidden = TwoLayers(moe_router_type="expert_choice"), _hidden(12).requires_grad_()
     expected = torch.autograd.grad(model(hidden).sum(), hidden)[0]
     assert torch.equal(torch.autograd.grad(recompute(model, hidden).sum(), hidden)[0], expected)
+
+
+@pytest.mark.parametrize("how", ["plain", "non-reentrant", "recompute"])
+def test_a_frozen_gate_on_a_fixed_input_counts_once(how: str) -> None:
+    layer = _model(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True).first
+    layer.router.requires_grad_(False)
+    hidden = _hidden(9)  # takes no gradient
+    if how == "plain":
+        output = layer(hidden)
+    else:
+        output = recompute(layer, hidden) if how == "recompute" else checkpoint(layer, hidden, use_reentrant=False)
+    output.sum().backward()
+    assert layer.router.tokens_per_expert.sum() == 9 * TOPK
+    assert layer.router.local_tokens_per_expert.sum() == 9 * TOPK
+
+
+@pytest.mark.parametrize("block", ["record", "replay"])
+def test_a_forward_under_inference_mode_comes_before_training(block: str) -> None:
+    model, hidden, records = _model(moe_expert_capacity_factor=0.7), _hidden(12), RoutingRecords()
+    expected = model(hidden)
+    if block == "replay":
+        with records.record(model):
+            model(hidden)
+    with getattr(records, block)(model):
+        with torch.inference_mode():
+            seen = model(hidden)
+        output = model(hidden)
+        output.sum().backward()
+    assert torch.equal(output, expected)
+    assert torch.equal(seen, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe.parallel import ProcessGroups
-from router import RouterConfig, TopKRouter, balanced_experts, sinkhorn
+from router import RouterConfig, TopKRouter, apply_input_jitter, balanced_experts, sinkhorn
 from tests import reference
 from tests.tolerances import assert_close
 
@@ -550,3 +550,22 @@ def test_a_compiled_router_decides_and_counts_the_same(fields: dict[str, object]
 def test_a_router_alone_can_be_pickled() -> None:
     router, hidden = _router(**EXACT, **LOSSES), _hidden(33)
     assert torch.equal(pickle.loads(pickle.dumps(router))(hidden)[0], router(hidden)[0])
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-2])
+def test_jitter_of_narrow_tokens_is_finer_than_their_dtype(eps: float) -> None:
+    jittered = apply_input_jitter(torch.ones(4000, 2, dtype=torch.bfloat16), eps, torch.float32)
+    assert jittered.dtype == torch.float32
+    assert 1 - eps <= jittered.min() < 1 - 0.99 * eps
+    assert 1 + 0.99 * eps < jittered.max() <= 1 + eps
+    assert (jittered.mean() - 1).abs() < 0.05 * eps
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_biases_are_fp32_whatever_state_is_loaded(assign: bool) -> None:
+    router = _router(**BIASED)
+    state = {name: tensor.bfloat16() + 0.5 for name, tensor in router.state_dict().items()}
+    for module in (router, copy.deepcopy(router)):
+        module.load_state_dict(state, assign=assign)
+        assert module.expert_bias.dtype == torch.float32
+        assert module.expert_bias.tolist() == [0.5] * NUM_EXPERTS
