@@ -124,7 +124,26 @@ def slot_probs(probs: Tensor, token_ids: Tensor, expert_ids: Tensor) -> Tensor:
     return probs.reshape(-1).index_select(0, token_ids * probs.shape[1] + expert_ids)  # unlike gather, keeps no probs
 
 
-def chunk_row_ids(counts: Tensor, num_rows: int) -> Tensor:
+def reorder_blocks(sizes: Tensor, order: Tensor, num_rows: int) -> Tensor:
+    """Return where rows stand that lie in blocks, when the blocks are read in another order.
+
+    Example: sizes [1, 2, 1], order [2, 0, 1]: the rows a b b c are read as c a b b, from the places [3, 0, 1, 2].
+
+    Args:
+        sizes: [N] int64, rows of each block as they lie.
+        order: [N or fewer] int64, the blocks in the order of reading.
+        num_rows: rows in the blocks of `order`.
+
+    Returns:
+        [num_rows] int64. No host sync.
+    """
+    starts = (sizes.cumsum(0) - sizes)[order]
+    sizes = sizes[order]
+    shift = starts - (sizes.cumsum(0) - sizes)  # from a row's place in the order of reading to where it lies
+    return torch.arange(num_rows, device=sizes.device) + shift.repeat_interleave(sizes, output_size=num_rows)
+
+
+def expert_major(counts: Tensor, num_rows: int) -> Tensor:
     """Return where rows that arrived rank-major stand when they are read expert-major.
 
     Example: counts [[1, 2], [1, 1]]; the rows r0e0 r0e1 r0e1 r1e0 r1e1 are read in the order 0 3 | 1 2 4, that is
@@ -137,11 +156,8 @@ def chunk_row_ids(counts: Tensor, num_rows: int) -> Tensor:
     Returns:
         [R] int64.
     """
-    sizes = counts.t().reshape(-1)  # [L * ranks], expert-major
-    ends = counts.reshape(-1).cumsum(0).view_as(counts)  # where each chunk ends in the rank-major rows
-    starts = (ends - counts).t().reshape(-1)  # [L * ranks]
-    shift = starts - (sizes.cumsum(0) - sizes)  # from a row's place in the expert-major order to its rank-major place
-    return torch.arange(num_rows, device=counts.device) + shift.repeat_interleave(sizes, output_size=num_rows)
+    blocks = torch.arange(counts.numel(), device=counts.device).view(counts.shape)
+    return reorder_blocks(counts.reshape(-1), blocks.t().reshape(-1), num_rows)
 
 
 def pad_slots(
@@ -173,44 +189,65 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def gather_rows(source: Tensor, row_ids: Tensor) -> Tensor:
-    """Return source[row_ids]: [T, H], [M] int64 -> [M, H]. Backward adds in fp32 (fp64 for fp64), rounded once."""
-    return _GatherRows.apply(source, row_ids)
+def gather_rows(source: Tensor, row_ids: Tensor, *, ordered: bool = False) -> Tensor:
+    """Return source[row_ids]: [T, H], [M] int64 -> [M, H]. Backward is `sum_rows`."""
+    return _GatherRows.apply(source, row_ids, ordered)
 
 
-def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
-    """Return out [num_rows, H] with out[row_ids[i]] += rows[i]: [M, H], [M] int64. Added in fp32 or fp64."""
-    return _SumRows.apply(rows, row_ids, num_rows)
+def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, *, ordered: bool = False) -> Tensor:
+    """Add rows up: out[row_ids[i]] += rows[i].
+
+    Args:
+        rows: [M, H].
+        row_ids: [M] int64.
+        num_rows: rows of the result.
+        ordered: add the rows of each sum in the order in which they lie, one after the other and without atomic adds,
+            on every device. A CPU does so anyway.
+
+    Returns:
+        [num_rows, H] in the dtype of rows, added in fp32 (fp64 for fp64) and rounded once.
+    """
+    return _SumRows.apply(rows, row_ids, num_rows, ordered)
 
 
-def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, ordered: bool) -> Tensor:
     """[M, H], [M] -> [num_rows, H]."""
+    if ordered and rows.device.type != "cpu":
+        return _sum_rows_in_order(rows, row_ids, num_rows)
     out = torch.zeros(num_rows, *rows.shape[1:], dtype=sum_dtype(rows.dtype), device=rows.device)
     return out.index_add_(0, row_ids, rows.to(out.dtype)).to(rows.dtype)
 
 
+def _sum_rows_in_order(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    """`_sum_rows` by sorting and adding up segments, each by one thread per column in order."""
+    sorted_ids, order = row_ids.sort(stable=True)
+    offsets = torch.searchsorted(sorted_ids, torch.arange(num_rows + 1, device=rows.device))  # [num_rows + 1]
+    wide = rows.index_select(0, order).to(sum_dtype(rows.dtype))
+    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0).to(rows.dtype)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, row_ids: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, row_ids: Tensor, ordered: bool) -> Tensor:
         ctx.save_for_backward(row_ids)
-        ctx.num_rows = source.shape[0]
+        ctx.num_rows, ctx.ordered = source.shape[0], ordered
         return source.index_select(0, row_ids)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_ids,) = ctx.saved_tensors
-        return _sum_rows(grad, row_ids, ctx.num_rows), None
+        return _sum_rows(grad, row_ids, ctx.num_rows, ctx.ordered), None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, row_ids: Tensor, num_rows: int, ordered: bool) -> Tensor:
         ctx.save_for_backward(row_ids)
-        return _sum_rows(rows, row_ids, num_rows)
+        return _sum_rows(rows, row_ids, num_rows, ordered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_ids,) = ctx.saved_tensors
-        return grad.index_select(0, row_ids), None, None
+        return grad.index_select(0, row_ids), None, None, None

@@ -28,6 +28,7 @@ class ExpertsConfig:
     glu_linear_offset: float = 0.0  # added to up
     activation_func_clamp_value: float | None = None  # gate <= c, |up| <= c; None: no clamp
     moe_shared_expert_intermediate_size: int | None = None  # width of the shared expert; None: there is none
+    moe_shared_expert_overlap: bool = False  # compute the shared expert while tokens travel to their experts
     moe_shared_expert_gate: bool = False  # the shared expert's output times sigmoid(x @ gate_weight^T)
     moe_latent_size: int | None = None  # experts work on tokens projected to this width; None: on H itself
     moe_layer_recompute: bool = False  # recompute dispatch, experts and combine in backward; the router runs once
@@ -38,11 +39,12 @@ class ExpertsConfig:
         for name in ("moe_shared_expert_intermediate_size", "moe_latent_size"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
-        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            raise ValueError(
-                "moe_shared_expert_gate (True) gates the shared expert, but moe_shared_expert_intermediate_size (None)"
-                " says there is none; set the size or leave the gate off."
-            )
+        for name, does in (("moe_shared_expert_gate", "gates"), ("moe_shared_expert_overlap", "overlaps")):
+            if getattr(self, name) and self.moe_shared_expert_intermediate_size is None:
+                raise ValueError(
+                    f"{name} (True) {does} the shared expert, but moe_shared_expert_intermediate_size (None) says there"
+                    " is none; set the size or leave it off."
+                )
         _ = self.activation
 
     @property
@@ -118,6 +120,18 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
         DispatcherConfig.__post_init__(self)
         ExpertsConfig.__post_init__(self)
         QuantizationConfig.__post_init__(self)
+        if self.has_static_shapes:
+            for name, off in (("moe_dispatch_num_chunks", 1), ("moe_deterministic", False)):
+                if getattr(self, name) != off:
+                    raise ValueError(
+                        f"{name} ({getattr(self, name)}) is not available with moe_pad_expert_input_to_capacity (True)"
+                        " and moe_token_dispatcher_type 'alltoall', whose shapes are static; leave one of them out."
+                    )
+
+    @property
+    def has_static_shapes(self) -> bool:
+        """Whether tokens are dispatched in capacity mode: equal splits, no host sync."""
+        return self.moe_pad_expert_input_to_capacity and self.dispatcher_name == "alltoall"
 
     @property
     def expert_hidden_size(self) -> int:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dispatchers.base import ExpertInput
+from dispatchers.base import DETERMINISTIC_ROWS, ExpertInput
 from dispatchers.collectives import group_of_one
 from moe.config import MoEConfig
-from moe.expert_function import Slots, expert_mlp, gemm_dtype
+from moe.expert_function import DeferredGradients, ExpertWeights, Slots, expert_mlp, gemm_dtype
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
 
 
@@ -110,11 +110,17 @@ class GroupedMLP(nn.Module):
             if linear.bias is not None:
                 local_tensor(linear.bias).zero_()
 
-    def forward(self, expert_input: ExpertInput) -> Tensor:
+    def deferred_gradients(self) -> DeferredGradients:
+        """Return what takes over the weights' gradients of the forwards that get it: see DeferredGradients."""
+        return DeferredGradients(self._weights(), DETERMINISTIC_ROWS if self.config.moe_deterministic else None)
+
+    def forward(self, expert_input: ExpertInput, deferred: DeferredGradients | None = None) -> Tensor:
         """Return for each row the sum over its slots.
 
         Args:
             expert_input: see ExpertInput; tokens [R, H] in the dtype of the weights.
+            deferred: what `deferred_gradients` returned, the same for all parts of a dispatch; None: this forward
+                stands alone.
 
         Returns:
             [R, H] in the dtype of tokens; under expert-tensor parallelism this rank's addend.
@@ -137,14 +143,28 @@ class GroupedMLP(nn.Module):
                 f" expert ({self.num_local_experts})."
             )
         slots = Slots(
-            expert_input.tokens_per_expert_list, expert_input.row_ids, has_padding=expert_input.num_padding_slots > 0
+            expert_input.tokens_per_expert_list,
+            expert_input.row_ids,
+            expert_input.has_padding,
+            expert_input.tokens_per_source,
+            expert_input.num_slots_list,
         )
+        if deferred is None and self.config.moe_deterministic:
+            deferred = self.deferred_gradients()
+        weights = self._weights() if deferred is None else deferred.detached
         return expert_mlp(
             tokens,
             expert_input.probs,
             slots,
             self.activation,
-            weight,
+            weights,
+            deferred,
+        )
+
+    def _weights(self) -> ExpertWeights:
+        """Return this rank's weights."""
+        return ExpertWeights(
+            local_tensor(self.linear_fc1.weight),
             local_tensor(self.linear_fc2.weight),
             None if self.linear_fc1.bias is None else local_tensor(self.linear_fc1.bias),
             self._whole_fc2_bias(),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dispatchers.alltoall import MoEAlltoAllTokenDispatcher
 from moe.config import MoEConfig
+from moe.dispatching import build_dispatcher
 from moe.expert_function import gemm_dtype
 from moe.experts import GroupedMLP
 from moe.parallel import ProcessGroups
@@ -48,7 +49,7 @@ class MoELayer(nn.Module):
         self.config, self.groups, self.layer_number = config, groups, layer_number
         self.router = ROUTERS[config.moe_router_type](config, groups)
         self.routing_map_padding = RoutingMapPadding(config.pad_multiple)
-        self.token_dispatcher = MoEAlltoAllTokenDispatcher(config, groups, pad_multiple=config.pad_multiple)
+        self.token_dispatcher = build_dispatcher(config, groups)
         self.experts = GroupedMLP(config, groups)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExpertMLP(config, groups) if has_shared else None
@@ -90,14 +91,38 @@ class MoELayer(nn.Module):
 
     def _expert_path(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """Everything after the decision: hidden_states [S, B, H], probs [T, E], routing_map [T, E] -> [S, B, H]."""
+        dispatcher, num_chunks = self.token_dispatcher, self.config.moe_dispatch_num_chunks
         latent = self.fc1_latent_proj(hidden_states)  # [S, B, H] -> [S, B, latent]
-        expert_input, plan = self.token_dispatcher.dispatch(latent, probs, routing_map)  # -> [R, H], M slots
-        expert_output = self.experts(expert_input)  # [R, H] -> [R, H]
-        latent = self.token_dispatcher.combine(expert_output, plan)  # [R, H] -> [S, B, latent]
+        departed = dispatcher.start_dispatch(
+            latent, probs, routing_map, num_chunks
+        )  # chunks of the T tokens, under way
+        early, late = (self.shared_experts, None) if self._overlaps_shared_experts else (None, self.shared_experts)
+        shared = early(hidden_states) if early is not None else None  # -> [S, B, H], while tokens travel
+        deferred = _deferred_gradients(self.experts) if num_chunks > 1 else ()  # one gradient for all chunks
+        returning = []
+        for in_transit, plan in departed:
+            expert_input, plan = dispatcher.dispatch_postprocess(in_transit, plan)  # -> [R, latent], M slots
+            expert_output = self.experts(expert_input, *deferred)  # [R, latent] -> [R, latent]
+            returning.append((dispatcher.start_combine(expert_output, plan), plan))
+        chunks = [dispatcher.combine_postprocess(rows, plan) for rows, plan in returning]  # -> [T / chunks, latent]
+        latent = chunks[0] if num_chunks == 1 else torch.cat(chunks).view_as(latent)  # -> [S, B, latent]
         output = self.fc2_latent_proj(latent)  # [S, B, latent] -> [S, B, H]
-        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+        shared = late(hidden_states) if late is not None else shared
+        return output if shared is None else output + shared
+
+    @property
+    def _overlaps_shared_experts(self) -> bool:
+        """Whether there is a shared expert that runs while tokens travel."""
+        return self.shared_experts is not None and self.config.moe_shared_expert_overlap
 
     __deepcopy__ = deepcopy_sharing_groups
+
+    @property
+    def _dispatcher_name(self) -> str:
+        """The dispatcher in use, and what it was asked for as."""
+        kind, name = self.config.moe_token_dispatcher_type, self.config.dispatcher_name
+        mode = ", capacity mode" if self.config.has_static_shapes else ""
+        return f"{name if kind == name else f'{name} (asked for as {kind})'}{mode}"
 
     def describe(self) -> str:
         """Return what this layer is made of and which choices are in use, one line a stage."""
@@ -111,7 +136,9 @@ class MoELayer(nn.Module):
             f"  router      {self.router.extra_repr()}, aux loss {config.moe_aux_loss_coeff},"
             f" z-loss {config.moe_z_loss_coeff}",
             f"  padding     {'off' if padding == 1 else f'to {padding} ({config.fp8_recipe})'}",
-            f"  dispatcher  {config.moe_token_dispatcher_type}, {self.token_dispatcher.extra_repr()}",
+            f"  dispatcher  {self._dispatcher_name}, {self.token_dispatcher.extra_repr()}",
+            f"  overlap     {config.moe_dispatch_num_chunks} chunks, shared expert"
+            f" {'while tokens travel' if self._overlaps_shared_experts else 'after them'}",
             f"  experts     {self.experts.extra_repr()}",
             f"  latent      {config.moe_latent_size or 'off'}",
             f"  zero        {'none' if self.zero_experts is None else self.zero_experts.extra_repr()}",
@@ -141,6 +168,12 @@ def _latent_projections(config: MoEConfig) -> tuple[nn.Module, nn.Module]:
     for projection in (into, out_of):
         nn.init.normal_(projection.weight, std=config.init_method_std)
     return into, out_of
+
+
+def _deferred_gradients(experts: nn.Module) -> tuple[object, ...]:
+    """Return what the experts take beside their input in each of several chunks; nothing if they have no such thing."""
+    make = getattr(experts, "deferred_gradients", None)
+    return () if make is None else (make(),)
 
 
 def _directly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:

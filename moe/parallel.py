@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dispatchers.accounting import CommunicationCounter
 from dispatchers.collectives import group_of_one
 from router.collectives import all_reduce_sum
 from router.step import reset_global_aux_loss_tracker
@@ -29,6 +30,7 @@ class ProcessGroups:
         tp_cp, dp_cp, tp_dp_cp, tp_ep: combined groups; tp_ep is etp x ep, tp_dp_cp is the world.
         mesh: DeviceMesh (dp, cp, tp), or None on one process.
         expert_mesh: DeviceMesh (edp, ep, etp) over the same ranks, or None on one process.
+        counter: counts what this rank's collectives over these groups move, by operation and group.
     """
 
     tp: dist.ProcessGroup
@@ -43,6 +45,7 @@ class ProcessGroups:
     tp_ep: dist.ProcessGroup
     mesh: Any = None
     expert_mesh: Any = None
+    counter: CommunicationCounter = field(default_factory=CommunicationCounter)
 
     @classmethod
     def build(
@@ -77,15 +80,17 @@ class ProcessGroups:
         if not dist.is_initialized():
             alone = group_of_one()
             names = ("tp", "cp", "dp", "etp", "ep", "edp", "tp_cp", "dp_cp", "tp_dp_cp", "tp_ep")
-            return cls(**dict.fromkeys(names, alone))
+            groups: dict[str, Any] = dict.fromkeys(names, alone)
+            return cls(**groups)
         from torch.distributed.device_mesh import init_device_mesh
 
         world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
         mesh = world._unflatten(0, (world_size // (tp * cp), cp, tp), ("dp", "cp", "tp"))
         expert_mesh = world._unflatten(0, (world_size // (ep * etp), ep, etp), ("edp", "ep", "etp"))
+        own: dict[str, Any] = {name: mesh.get_group(name) for name in ("tp", "cp", "dp")}
+        own |= {name: expert_mesh.get_group(name) for name in ("etp", "ep", "edp")}
         return cls(
-            **{name: mesh.get_group(name) for name in ("tp", "cp", "dp")},
-            **{name: expert_mesh.get_group(name) for name in ("etp", "ep", "edp")},
+            **own,
             tp_cp=mesh["cp", "tp"]._flatten("tp_cp").get_group(),
             dp_cp=mesh["dp", "cp"]._flatten("dp_cp").get_group(),
             tp_dp_cp=world.get_group(),

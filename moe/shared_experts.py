@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.expert_function import Slots, expert_mlp
+from moe.expert_function import ExpertWeights, Slots, expert_mlp
 from moe.parallel import ProcessGroups
 from router.gating import no_autocast
 
@@ -71,10 +71,12 @@ class MLP(nn.Module):
             weights,
             Slots(counts=(tokens.shape[0],)),
             self.activation,
-            fc1.weight.unsqueeze(0),
-            fc2.weight.unsqueeze(0),
-            None if fc1.bias is None else fc1.bias.unsqueeze(0),
-            None if fc2.bias is None else fc2.bias.unsqueeze(0),
+            ExpertWeights(
+                fc1.weight.unsqueeze(0),
+                fc2.weight.unsqueeze(0),
+                None if fc1.bias is None else fc1.bias.unsqueeze(0),
+                None if fc2.bias is None else fc2.bias.unsqueeze(0),
+            ),
         )
         return output.view(hidden_states.shape)
 

@@ -30,6 +30,11 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
+def slots_of_expert(num_tokens: int, topk: int, num_experts: int, capacity_factor: float) -> int:
+    """Return C for num_tokens tokens with topk experts each: their capacity, and never more than there are tokens."""
+    return min(get_capacity(num_tokens * topk, num_experts, capacity_factor), num_tokens)
+
+
 def apply_router_token_dropping(
     routing_probs: Tensor,
     routing_map: Tensor,
@@ -39,6 +44,7 @@ def apply_router_token_dropping(
     pad_to_capacity: bool = False,
     *,
     padding_mask: Tensor | None = None,
+    capacity_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Let each expert keep at most its capacity C = ceil(T * K / E * factor) of this rank's tokens.
 
@@ -57,6 +63,8 @@ def apply_router_token_dropping(
         padding_mask: [T] bool, True = padding: never kept, even if routed. T in the formula is the number of other
             tokens, so that they have the capacity they would have alone. With pad_to_capacity T is all tokens, for the
             shapes' sake.
+        capacity_tokens: T of the formula, whatever this rank holds: ranks with different numbers of tokens then have
+            one capacity. None: as above.
 
     Returns:
         probs [T, E] in the dtype of routing_probs and routing_map [T, E] bool, in new storage. No host sync.
@@ -75,9 +83,10 @@ def apply_router_token_dropping(
     num_tokens, num_experts = routing_map.shape
     if not 1 <= router_topk <= num_experts:
         raise ValueError(f"router_topk ({router_topk}) must lie between 1 and the number of experts ({num_experts}).")
-    num_rows = min(get_capacity(num_tokens * router_topk, num_experts, capacity_factor), num_tokens)
+    of_formula = capacity_tokens or num_tokens
+    num_rows = min(slots_of_expert(of_formula, router_topk, num_experts, capacity_factor), num_tokens)
     capacity: int | Tensor = num_rows
-    if padding_mask is not None and not pad_to_capacity:
+    if padding_mask is not None and not pad_to_capacity and capacity_tokens is None:
         capacity = _capacity_of_valid(padding_mask, router_topk, num_experts, capacity_factor)
     open_pairs = routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1)
     place = rank_by_score(routing_probs, open_pairs) if drop_policy == "probs" else open_pairs.cumsum(0) - 1  # [T, E]

@@ -52,6 +52,7 @@ class RouterConfig:
     moe_expert_capacity_factor: float | None = None  # slots per expert over the mean T * K / E; None: drop nothing
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # who stays: the largest probs, or the first tokens
     moe_pad_expert_input_to_capacity: bool = False  # every expert gets exactly its capacity, so shapes are static
+    moe_expert_capacity_tokens: int | None = None  # T that capacity is computed from; None: this rank's own tokens
     moe_token_rounding_policy: Literal["nearest", "up", "down"] | None = None  # in training, round counts by score
     moe_token_rounding_multiple: int = 128  # tokens per tile of the expert GEMM, what counts are rounded to
 
@@ -217,6 +218,13 @@ class RouterConfig:
                 "moe_pad_expert_input_to_capacity (True) needs a capacity; set moe_expert_capacity_factor, for"
                 " example to 1.0."
             )
+        if self.moe_expert_capacity_tokens is not None:
+            if self.moe_expert_capacity_factor is None:
+                raise ValueError(
+                    f"moe_expert_capacity_tokens ({self.moe_expert_capacity_tokens}) has no effect without"
+                    " moe_expert_capacity_factor; set that or leave the tokens out."
+                )
+            check_positive(self, "moe_expert_capacity_tokens")
         if self.moe_expert_capacity_factor is None and self.moe_token_drop_policy != "probs":
             raise ValueError(
                 f"moe_token_drop_policy ({self.moe_token_drop_policy!r}) has no effect without"

@@ -279,6 +279,7 @@ class TopKRouter(nn.Module):
                 config.moe_token_drop_policy,
                 config.moe_pad_expert_input_to_capacity,
                 padding_mask=padding,
+                capacity_tokens=config.moe_expert_capacity_tokens,
             )
         elif config.moe_token_rounding_policy is not None and self.training:
             probs = dense_weights(logits, chosen, self.rule)

@@ -51,7 +51,7 @@ def test_dispatch_by_hand() -> None:
     assert expert_input.probs.tolist() == [0.1, 0.7, 0.8, 0.3, 0.6]
     assert expert_input.tokens_per_expert.tolist() == [2, 1, 2, 0]
     assert expert_input.tokens_per_expert_list == (2, 1, 2, 0)
-    assert expert_input.num_padding_slots == 0
+    assert not expert_input.has_padding
     output = dispatcher_for(4).combine(weighted_copies(expert_input), plan)
     expected = torch.tensor([[[0.4]], [[1.2]], [[4.5]]], dtype=torch.float64)
     torch.testing.assert_close(output, expected, rtol=1e-15, atol=0)
@@ -64,7 +64,8 @@ def test_slot_padding_by_hand() -> None:
     assert expert_input.probs.tolist() == [0.1, 0.7, 0, 0.8, 0, 0, 0.3, 0.6, 0]
     assert expert_input.tokens_per_expert.tolist() == [3, 3, 3, 0]
     assert expert_input.tokens_per_expert_list == (3, 3, 3, 0)
-    assert expert_input.num_padding_slots == 4
+    assert expert_input.has_padding
+    assert expert_input.num_slots_list == (2, 1, 2, 0)
 
 
 def test_one_rank_moves_and_copies_no_row() -> None:
@@ -254,8 +255,9 @@ class HostCopies(TorchFunctionMode):
         from_host = any(self.is_on_host(value) for value in args)
         if name in (*self.COPIES, *self.CONVERSIONS) and not from_host:
             self.calls.append(name)
-        if isinstance(result, Tensor) and (name == "cpu" or from_host):
-            self.on_host.append(result)
+        if name == "cpu" or from_host:
+            results = result if isinstance(result, tuple | list) else (result,)
+            self.on_host.extend(value for value in results if isinstance(value, Tensor))
         return result
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatchers import all_gather_counts, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from dispatchers import RankGroup, all_gather_counts, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from dispatchers.collectives import group_of_one
 from tests.ranks import run_ranks
 
@@ -36,7 +36,7 @@ def all_to_all_case(trailing: tuple[int, ...], dtype: torch.dtype, check: bool) 
     rank, size = dist.get_rank(), dist.get_world_size()
     input_splits, output_splits = SENT[rank][:size], [SENT[source][rank] for source in range(size)]
     rows = strided(torch.cat([block(rank, t, n, trailing, dtype) for t, n in enumerate(input_splits)]))
-    output = all_to_all_rows(rows, output_splits, input_splits, group=dist.group.WORLD, check=check)
+    output = all_to_all_rows(rows, output_splits, input_splits, group=RankGroup(dist.group.WORLD, check=check))
     expected = torch.cat([block(s, rank, n, trailing, dtype) for s, n in enumerate(output_splits)])
     found = {"all_to_all": torch.equal(output, expected)}
     if rows.requires_grad:
@@ -48,7 +48,7 @@ def all_to_all_case(trailing: tuple[int, ...], dtype: torch.dtype, check: bool) 
 def all_gather_case(trailing: tuple[int, ...], dtype: torch.dtype, check: bool) -> dict[str, bool]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = strided(block(rank, 0, SIZES[rank], trailing, dtype))
-    output = all_gather_rows(rows, SIZES[:size], group=dist.group.WORLD, check=check)
+    output = all_gather_rows(rows, SIZES[:size], group=RankGroup(dist.group.WORLD, check=check))
     expected = torch.cat([block(source, 0, SIZES[source], trailing, dtype) for source in range(size)])
     found = {"all_gather": torch.equal(output, expected)}
     if rows.requires_grad:
@@ -63,7 +63,7 @@ def reduce_scatter_case(trailing: tuple[int, ...], dtype: torch.dtype, check: bo
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = [block(0, 0, SIZES[target], trailing, dtype) + target for target in range(size)]
     rows = strided(torch.cat(parts) * (rank + 1))
-    output = reduce_scatter_rows(rows, SIZES[:size], group=dist.group.WORLD, check=check)
+    output = reduce_scatter_rows(rows, SIZES[:size], group=RankGroup(dist.group.WORLD, check=check))
     found = {"reduce_scatter": torch.equal(output, parts[rank] * (size * (size + 1) // 2))}
     if rows.requires_grad:
         output.backward(parts[rank] + 1)  # every rank's addend for a row gets the gradient of the sum
@@ -82,7 +82,7 @@ def meaning_worker() -> list[str]:
                 wrong += [f"{name} of {dtype} rows {trailing}" for name, is_right in results.items() if not is_right]
     counts = torch.arange(6).view(3, 2)[:, 0] + 10 * dist.get_rank()  # not contiguous
     expected = [[0 + 10 * r, 2 + 10 * r, 4 + 10 * r] for r in range(dist.get_world_size())]
-    gathered = all_gather_counts(counts, group=dist.group.WORLD)
+    gathered = all_gather_counts(counts, group=RankGroup(dist.group.WORLD))
     if gathered.tolist() != expected or gathered.dtype != torch.int64:
         wrong.append(f"all_gather_counts: {gathered}")
     return wrong
@@ -99,13 +99,13 @@ def exactness_worker() -> tuple[list[float], list[int], list[float]]:
     whole = torch.tensor([1 << 53 if rank == 0 else 1, 0, 0, 0])
     sizes = (1, 1, 1, 1)
     rows = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    all_gather_rows(rows, sizes, group=dist.group.WORLD).backward(
+    all_gather_rows(rows, sizes, group=RankGroup(dist.group.WORLD)).backward(
         torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     )
     assert rows.grad is not None
     return (
-        reduce_scatter_rows(narrow, sizes, group=dist.group.WORLD).tolist(),
-        reduce_scatter_rows(whole, sizes, group=dist.group.WORLD).tolist(),
+        reduce_scatter_rows(narrow, sizes, group=RankGroup(dist.group.WORLD)).tolist(),
+        reduce_scatter_rows(whole, sizes, group=RankGroup(dist.group.WORLD)).tolist(),
         rows.grad.tolist(),
     )
 
@@ -118,10 +118,10 @@ def test_bf16_adds_up_in_fp32_and_integers_exactly() -> None:
 
 
 def test_a_group_of_one_needs_no_backend_and_copies_no_rows() -> None:
-    group = group_of_one()
-    assert (group.size(), group.rank()) == (1, 0)
+    group = RankGroup(group_of_one(), check=True)
+    assert (group.size, group.rank) == (1, 0)
     rows = torch.randn(3, 2, requires_grad=True)
-    output = all_to_all_rows(rows, [3], [3], group=group, check=True)
+    output = all_to_all_rows(rows, [3], [3], group=group)
     assert output.data_ptr() == rows.data_ptr()
     for moved in (output, all_gather_rows(rows, [3], group=group), reduce_scatter_rows(rows, [3], group=group)):
         assert torch.equal(moved, rows)
@@ -131,7 +131,7 @@ def test_a_group_of_one_needs_no_backend_and_copies_no_rows() -> None:
     assert all_gather_counts(counts, group=group).tolist() == [[1, 2]]
 
 
-RANK_1_OF_3 = dist.ProcessGroup(1, 3)  # no backend: an error must come before any communication
+RANK_1_OF_3 = RankGroup(dist.ProcessGroup(1, 3))  # no backend: an error must come before any communication
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_all_to_all_refuses(output_splits: list[int], input_splits: list[int], t
 @pytest.mark.parametrize(
     ("collective", "sizes", "text"),
     [
-        (all_gather_rows, [2], r"all_gather_rows: sizes \(\[2\]\) must be 3 numbers >= 0"),
+        (all_gather_rows, [2], r"all_gather rows: sizes \(\[2\]\) must be 3 numbers >= 0"),
         (all_gather_rows, [], r"sizes \(\[\]\) must be 3 numbers"),
         (all_gather_rows, [0, 2, -1], r"sizes \(\[0, 2, -1\]\) must be 3 numbers >= 0"),
         (all_gather_rows, [2, 1, 2], r"rows \(2\) must be 1 on rank 1 for sizes \[2, 1, 2\]"),
-        (reduce_scatter_rows, [2], r"reduce_scatter_rows: sizes \(\[2\]\) must be 3 numbers >= 0"),
+        (reduce_scatter_rows, [2], r"reduce_scatter rows: sizes \(\[2\]\) must be 3 numbers >= 0"),
         (reduce_scatter_rows, [2, 1, -1], r"sizes \(\[2, 1, -1\]\) must be 3 numbers >= 0"),
         (reduce_scatter_rows, [1, 1, 1], r"rows \(2\) must be 3 on rank 1 for sizes \[1, 1, 1\]"),
     ],
@@ -170,7 +170,9 @@ def test_gather_and_scatter_refuse(collective: Callable[..., Tensor], sizes: lis
 
 def test_rows_of_too_many_dimensions_cannot_be_checked() -> None:
     with pytest.raises(ValueError, match="rows have 6 dimensions; at most 5 can be checked"):
-        all_to_all_rows(torch.zeros(1, 1, 1, 1, 1, 1), [0, 1, 0], [0, 1, 0], group=RANK_1_OF_3, check=True)
+        all_to_all_rows(
+            torch.zeros(1, 1, 1, 1, 1, 1), [0, 1, 0], [0, 1, 0], group=RankGroup(RANK_1_OF_3.group, check=True)
+        )
 
 
 def call_with_a_mistake(mistake: str, odd: int) -> str:
@@ -191,9 +193,9 @@ def call_with_a_mistake(mistake: str, odd: int) -> str:
         output_splits = [n + (source == (odd + 1) % size) for source, n in enumerate(ones)]
     try:
         if rank == odd and mistake == "operation":
-            all_gather_rows(rows[:1], ones, group=dist.group.WORLD, check=True)
+            all_gather_rows(rows[:1], ones, group=RankGroup(dist.group.WORLD, check=True))
         else:
-            all_to_all_rows(rows, output_splits, input_splits, group=dist.group.WORLD, check=True)
+            all_to_all_rows(rows, output_splits, input_splits, group=RankGroup(dist.group.WORLD, check=True))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -224,7 +226,7 @@ def test_with_check_every_rank_raises_and_names_the_odd_one() -> None:
 def mismatched_worker(num_expected: int) -> Any:
     rank = dist.get_rank()
     output_splits = [1, num_expected] if rank == 0 else [1, 1]
-    return all_to_all_rows(torch.zeros(2, 1 << 12), output_splits, [1, 1], group=dist.group.WORLD).shape
+    return all_to_all_rows(torch.zeros(2, 1 << 12), output_splits, [1, 1], group=RankGroup(dist.group.WORLD)).shape
 
 
 @pytest.mark.parametrize("num_expected", [0, 3])

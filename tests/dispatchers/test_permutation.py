@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dispatchers import gather_rows, permute, sort_chunks_by_idxs, sum_rows, unpermute
-from dispatchers.permutation import chunk_row_ids, pad_slots, routed_slots, slot_probs, sum_dtype
+from dispatchers.permutation import expert_major, pad_slots, routed_slots, slot_probs, sum_dtype
 
 # t0 -> e0 e2, t1 -> e2, t2 -> e0 e1; the slots are e0: t0 t2 | e1: t2 | e2: t0 t1
 ROUTING_MAP = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0]], dtype=torch.bool)
@@ -166,19 +166,19 @@ def test_sort_chunks_refuses(split_sizes: list[int], sorted_idxs: list[int], tex
         sort_chunks_by_idxs(torch.zeros(3, 1), split_sizes, sorted_idxs)
 
 
-def test_chunk_row_ids_by_hand() -> None:
+def test_expert_major_by_hand() -> None:
     # arrived: r0e0 r0e1 r0e1 r1e0 r1e1
-    assert chunk_row_ids(torch.tensor([[1, 2], [1, 1]]), 5).tolist() == [0, 3, 1, 2, 4]
+    assert expert_major(torch.tensor([[1, 2], [1, 1]]), 5).tolist() == [0, 3, 1, 2, 4]
     # arrived: r0e1 r0e1 r2e0 r2e2; rank 1 sends nothing
-    assert chunk_row_ids(torch.tensor([[0, 2, 0], [0, 0, 0], [1, 0, 1]]), 4).tolist() == [2, 0, 1, 3]
-    assert chunk_row_ids(torch.zeros(2, 3, dtype=torch.int64), 0).tolist() == []
+    assert expert_major(torch.tensor([[0, 2, 0], [0, 0, 0], [1, 0, 1]]), 4).tolist() == [2, 0, 1, 3]
+    assert expert_major(torch.zeros(2, 3, dtype=torch.int64), 0).tolist() == []
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (3, 5)])
-def test_chunk_row_ids_sort_the_rows_by_expert_then_source(shape: tuple[int, int]) -> None:
+def test_expert_major_sort_the_rows_by_expert_then_source(shape: tuple[int, int]) -> None:
     counts = torch.randint(0, 4, shape)
     arrived = [(e, r, i) for r in range(shape[0]) for e in range(shape[1]) for i in range(int(counts[r, e]))]
-    row_ids = chunk_row_ids(counts, len(arrived))
+    row_ids = expert_major(counts, len(arrived))
     assert row_ids.dtype == torch.int64
     assert [arrived[i] for i in row_ids.tolist()] == sorted(arrived)
 

@@ -33,7 +33,7 @@ PADDED = {"moe_router_padding_for_quantization": True}
         ({"moe_aux_loss_coeff": -0.1}, r"moe_aux_loss_coeff \(-0.1\)"),
         ({"moe_z_loss_coeff": float("nan")}, r"moe_z_loss_coeff \(nan\)"),
         ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}, r"moe_aux_loss_coeff \(0.1\).*'none'"),
-        ({"moe_token_dispatcher_type": "flex"}, r"moe_token_dispatcher_type \('flex'\)"),
+        ({"moe_token_dispatcher_type": "nccl"}, r"moe_token_dispatcher_type \('nccl'\)"),
         ({"activation_func": "relu"}, r"activation_func \('relu'\)"),
         ({"gated_linear_unit": False, "glu_linear_offset": 1.0}, r"glu_linear_offset \(1.0\)"),
         ({"activation_func_clamp_value": -7.0}, r"activation_func_clamp_value \(-7.0\)"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe import expert_function
 from moe.activations import Activation
-from moe.expert_function import Slots, expert_mlp, gemm_dtype
+from moe.expert_function import ExpertWeights, Slots, expert_mlp, gemm_dtype
 from tests import reference
 from tests.tolerances import assert_close
 
@@ -88,7 +88,7 @@ def make(
 def run(case: Case) -> dict[str, Tensor]:
     """Return output and gradients of the code under test."""
     tokens, probs, *weights = (case.leaves.get(n) for n in ("tokens", "probs", "fc1", "fc2", "fc1_bias", "fc2_bias"))
-    output = expert_mlp(tokens, probs, case.slots, case.activation, *weights)
+    output = expert_mlp(tokens, probs, case.slots, case.activation, ExpertWeights(*weights))
     grads = torch.autograd.grad(output, list(case.leaves.values()), case.grad)
     for (name, tensor), grad in zip(case.leaves.items(), grads, strict=True):
         assert grad.dtype == tensor.dtype, name
@@ -229,7 +229,9 @@ def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(frozen: str) -> N
     want = run(case)
     weight = case.leaves.pop(frozen).requires_grad_(False)
     args = {**case.leaves, frozen: weight}
-    output = expert_mlp(args["tokens"], args["probs"], case.slots, case.activation, args["fc1"], args["fc2"])
+    output = expert_mlp(
+        args["tokens"], args["probs"], case.slots, case.activation, ExpertWeights(args["fc1"], args["fc2"])
+    )
     output.backward(case.grad)
     assert weight.grad is None
     for name, leaf in case.leaves.items():

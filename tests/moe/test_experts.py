@@ -47,7 +47,7 @@ def draw_input(dtype: torch.dtype, num_padding: int = 0) -> tuple[ExpertInput, T
             probs=probs.masked_fill(row_ids < 0, 0).requires_grad_(),
             tokens_per_expert=torch.tensor(counts),
             tokens_per_expert_list=counts,
-            num_padding_slots=num_padding * EXPERTS,
+            has_padding=num_padding > 0,
         ),
         routing_map,
     )

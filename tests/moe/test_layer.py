@@ -263,9 +263,9 @@ def test_saved_bytes(fusion: bool, num_positions: int, padding: dict) -> None:
         layer(hidden_states)
     actual = sum(t.untyped_storage().nbytes() for pointer, t in storages.items() if pointer not in parameters)
     tokens, slots = hidden_states[..., 0].numel(), inputs[0].row_ids.numel()
-    real_slots = slots - inputs[0].num_padding_slots
+    real_slots = int((inputs[0].row_ids >= 0).sum())
     experts = 4 * tokens * HIDDEN + slots * (2 * FFN * 4 + 12)
-    dispatcher = real_slots * (8 + 12 if inputs[0].num_padding_slots else 8)
+    dispatcher = real_slots * (8 + 12 if inputs[0].has_padding else 8)
     router = tokens * (EXPERTS + 4 * TOPK) if fusion else tokens * (4 * EXPERTS + 12 * TOPK)
     assert actual <= experts + dispatcher + router
 
