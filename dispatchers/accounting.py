@@ -66,9 +66,9 @@ class CommunicationCounter:
         traffic.calls += 1
         traffic.bytes += num_bytes
 
-    def total(self, start: str = "", group: str | None = None) -> Traffic:
-        """Return the sum over the operations whose name begins with `start`, over one group or over all."""
-        found = [t for (name, where), t in self.records.items() if name.startswith(start) and group in (None, where)]
+    def total(self, part: str = "", group: str | None = None) -> Traffic:
+        """Return the sum over the operations whose name contains `part`, over one group or over all."""
+        found = [t for (name, where), t in self.records.items() if part in name and group in (None, where)]
         return Traffic(
             sum(t.calls for t in found),
             sum(t.rows for t in found),

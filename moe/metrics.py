@@ -12,6 +12,7 @@ from router.config import AUX_LOSSES
 from router.step import routers_of
 
 LOSSES = (*AUX_LOSSES, "z_loss")
+BYTES = ("dispatch", "combine", "")  # parts of the operations' names; "" is in all of them
 COUNTS = ("tokens_per_expert", "dropped_tokens_per_expert", "added_tokens_per_expert")
 
 
@@ -26,6 +27,8 @@ class MoEMetrics:
         added_tokens_per_expert: [N, E] int64, slots that token rounding or padding to capacity added.
         aux_loss, seq_aux_loss, global_aux_loss, z_loss: [N] fp64, the last losses without their coefficients, mean
             over the ranks.
+        dispatch_bytes, combine_bytes, communication_bytes: what all ranks together handed to other ranks, forward and
+            backward, since groups.counter was made or reset: to experts, back from them, and by all collectives.
     """
 
     layer_names: tuple[str, ...]
@@ -36,6 +39,9 @@ class MoEMetrics:
     seq_aux_loss: Tensor
     global_aux_loss: Tensor
     z_loss: Tensor
+    dispatch_bytes: int = 0
+    combine_bytes: int = 0
+    communication_bytes: int = 0
 
     @property
     def load_imbalance(self) -> Tensor:
@@ -65,7 +71,7 @@ def collect_metrics(model: nn.Module, groups: ProcessGroups) -> MoEMetrics:
     Raises:
         ValueError: routers with different numbers of experts.
 
-    Collectives: one all_reduce of [N, 3 E + 4] fp64 over all ranks. One host sync.
+    Collectives: one all_reduce of [N * (3 E + 4) + 3] fp64 over all ranks. One host sync.
     """
     routers = routers_of(model)
     sizes = {router.num_experts for router in routers.values()}
@@ -78,11 +84,22 @@ def collect_metrics(model: nn.Module, groups: ProcessGroups) -> MoEMetrics:
     ]
     widths = [num_experts] * len(COUNTS) + [1] * len(LOSSES)
     table = torch.stack(rows) if rows else torch.zeros(0, sum(widths), dtype=torch.float64)  # [N, 3 E + 4]
-    table = sum_over_world(table, groups).cpu()  # sync: figures are for people
+    sent = torch.tensor([groups.counter.total(part).bytes for part in BYTES], dtype=torch.float64)
+    everything = sum_over_world(torch.cat([table.flatten(), sent.to(table.device)]), groups)
+    everything = everything.cpu()  # sync: figures are for people
+    table, sent = everything[: table.numel()].view(table.shape), everything[table.numel() :]
     for router in routers.values():
         for name in COUNTS:
             getattr(router, name).zero_()
     columns = dict(zip((*COUNTS, *LOSSES), table.split(widths, dim=1), strict=True))
     counts = {name: columns[name].long() for name in COUNTS}
     losses = {name: columns[name].squeeze(1) / groups.tp_dp_cp.size() for name in LOSSES}
-    return MoEMetrics(tuple(routers), **counts, **losses)
+    dispatch_bytes, combine_bytes, communication_bytes = map(int, sent)
+    return MoEMetrics(
+        tuple(routers),
+        **counts,
+        **losses,
+        dispatch_bytes=dispatch_bytes,
+        combine_bytes=combine_bytes,
+        communication_bytes=communication_bytes,
+    )

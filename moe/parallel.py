@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dispatchers.accounting import CommunicationCounter
-from dispatchers.collectives import group_of_one
+from dispatchers.collectives import RankGroup, group_of_one
 from router.collectives import all_reduce_sum
 from router.step import reset_global_aux_loss_tracker
 
@@ -204,8 +204,8 @@ def finalize_gradients(
         scale = 1.0 / sum_over_world(torch.as_tensor(num_tokens, dtype=torch.float64, device=device), groups).clamp(
             min=1
         )
-    _sum_gradients(dense, groups.tp_dp_cp, scale)
-    _sum_gradients(experts, groups.edp, scale)
+    _sum_gradients(dense, RankGroup(groups.tp_dp_cp, "tp_dp_cp", counter=groups.counter), scale)
+    _sum_gradients(experts, RankGroup(groups.edp, "edp", counter=groups.counter), scale)
     reset_global_aux_loss_tracker(model)
 
 
@@ -231,6 +231,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, groups: ProcessGroups) -> 
     if groups.tp_ep.size() > 1:
         device = dense[0].device if dense else expert_square.device
         expert_square = expert_square.to(device)
+        _count_reduced(RankGroup(groups.tp_ep, "tp_ep", counter=groups.counter), "all_reduce norm", expert_square)
         dist.all_reduce(expert_square, group=groups.tp_ep)
     norm = (_square_sum(dense) + expert_square).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -248,7 +249,7 @@ def _square_sum(grads: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, scale: float | Tensor) -> None:
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, scale: float | Tensor) -> None:
     """Sum the gradients over the group and multiply by scale, in buckets of one dtype."""
     buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
@@ -265,17 +266,24 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup,
         _sum_bucket(bucket, group, scale)
 
 
-def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup, scale: float | Tensor) -> None:
+def _sum_bucket(grads: list[Tensor], group: RankGroup, scale: float | Tensor) -> None:
     """Sum the gradients of one dtype over the group through one flat buffer, and scale them."""
-    if group.size() > 1:
+    if group.size > 1:
         dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
         flat = torch.cat([g.flatten().to(dtype) for g in grads]).mul_(_like(scale, grads[0]))
-        dist.all_reduce(flat, group=group)
+        _count_reduced(group, "all_reduce gradients", flat)
+        dist.all_reduce(flat, group=group.group)
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view_as(grad))
     elif isinstance(scale, Tensor) or scale != 1.0:
         for grad in grads:
             grad.mul_(_like(scale, grad))
+
+
+def _count_reduced(group: RankGroup, operation: str, values: Tensor) -> None:
+    """Count an all_reduce that is about to run."""
+    if group.counter is not None:
+        group.counter.add_reduced(operation, group.name, values.nbytes)
 
 
 def _like(scale: float | Tensor, grad: Tensor) -> float | Tensor:
@@ -288,7 +296,7 @@ def sum_over_world(values: Tensor, groups: ProcessGroups) -> Tensor:
 
     Collectives: one all_reduce over tp_dp_cp.
     """
-    return all_reduce_sum(values, group=groups.tp_dp_cp)
+    return all_reduce_sum(values, group=groups.tp_dp_cp, name="tp_dp_cp", counter=groups.counter)
 
 
 def all_ranks_succeeded(error: BaseException | None) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from router.collectives import all_reduce_sum
+from router.collectives import Counter, all_reduce_sum
 from router.config import RouterConfig
 from router.losses import Sequences, loss_scores, switch_load_balancing_loss_func, z_loss_func
 
@@ -29,12 +29,14 @@ class LossGroups:
         tp_cp: ranks that hold slices of one micro-batch; None on one process.
         tp_dp_cp: all ranks; None on one process.
         cp_size, dp_cp_size: ranks over which gradients are averaged, inside tp_cp and in all.
+        counter: counts the collectives; None counts nothing.
     """
 
     tp_cp: dist.ProcessGroup | None = None
     tp_dp_cp: dist.ProcessGroup | None = None
     cp_size: int = 1
     dp_cp_size: int = 1
+    counter: Counter | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def balancing_losses(
     counted = counted.to(torch.int64)
     local = counted.sum(0, keepdim=True)  # a row for each balanced unit: the batch, then each sequence
     by_sequence = [sequences.sum(counted)] if "seq_aux_loss" in coeffs else []
-    shared = all_reduce_sum(torch.cat([local, *by_sequence]), group=groups.tp_cp)
+    counts, counter = torch.cat([local, *by_sequence]), groups.counter
+    shared = all_reduce_sum(counts, group=groups.tp_cp, name="tp_cp", counter=counter)
     num_tokens = shared[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
     total, logged, global_counts = logits.new_zeros(()), {}, None
@@ -101,7 +104,8 @@ def balancing_losses(
         if name == "seq_aux_loss":
             units, table = sequences, shared[1:]
         elif name == "global_aux_loss":
-            group, now = groups.tp_dp_cp, all_reduce_sum(local, group=groups.tp_dp_cp)
+            group = groups.tp_dp_cp
+            now = all_reduce_sum(local, group=group, name="tp_dp_cp", counter=counter)
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
         share = _switch_loss(scores, table, units, topk, backend)

@@ -105,7 +105,15 @@ class TopKRouter(nn.Module):
         self.config = config
         self.router_dtype = ROUTER_DTYPES[config.moe_router_dtype]
         self.loss_groups = (
-            LossGroups(groups.tp_cp, groups.tp_dp_cp, groups.cp.size(), groups.dp_cp.size()) if groups else LossGroups()
+            LossGroups(
+                groups.tp_cp,
+                groups.tp_dp_cp,
+                groups.cp.size(),
+                groups.dp_cp.size(),
+                counter=getattr(groups, "counter", None),
+            )
+            if groups
+            else LossGroups()
         )
         self.ep_size = groups.ep.size() if groups else 1
         self.num_experts = config.num_router_experts
@@ -259,7 +267,8 @@ class TopKRouter(nn.Module):
         if is_padding is None:
             is_padding = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
         rows = torch.cat([logits, is_padding.to(logits.dtype).unsqueeze(-1)], dim=1)  # [T, E + 1]
-        rows, first = all_gather_rows(rows, group=self.loss_groups.tp_cp)
+        loss_groups = self.loss_groups
+        rows, first = all_gather_rows(rows, group=loss_groups.tp_cp, name="tp_cp", counter=loss_groups.counter)
         ids, quantile = qb_dual_update(rows[:, :-1], topk, qb_beta, padding_mask=rows[:, -1] > 0)
         counts = (rows.isfinite().all(1) & (rows[:, -1] == 0)).any()  # [], False where no token has a say
         advance["qb_beta_sum"], advance["qb_beta_count"] = quantile * counts, counts.to(torch.int64)

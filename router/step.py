@@ -75,7 +75,8 @@ def _update_quantiles(routers: list[TopKRouter], groups: AllRanks) -> None:
 
 def _sum_over_ranks(parts: list[Tensor], groups: AllRanks) -> tuple[Tensor, ...]:
     """Return each part summed over all ranks, by one all_reduce."""
-    total = all_reduce_sum(torch.cat(parts), group=groups.tp_dp_cp)
+    counter = getattr(groups, "counter", None)
+    total = all_reduce_sum(torch.cat(parts), group=groups.tp_dp_cp, name="tp_dp_cp", counter=counter)
     return total.split([part.numel() for part in parts])
 
 
