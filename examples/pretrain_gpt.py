@@ -262,6 +262,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(args, self.step)
         self.optimizer.zero_grad(set_to_none=True)
+        self.groups.counter.reset()  # bytes of this step alone
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro_step in range(self.num_microbatches):
             inputs, targets = self.train_data.batch(self.step, micro_step, self.rank, self.num_ranks)
@@ -291,6 +292,9 @@ class Trainer:
             "expert_load": metrics.tokens_per_expert.tolist(),
             **{name: getattr(metrics, name).mean().item() if len(metrics.layer_names) else 0.0 for name in LOSSES},
             "drop_rate": metrics.drop_rate.tolist(),
+            "dispatch_bytes": metrics.dispatch_bytes,
+            "combine_bytes": metrics.combine_bytes,
+            "communication_bytes": metrics.communication_bytes,
         }
 
     def _per_token(self, loss: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

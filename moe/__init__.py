@@ -1,6 +1,16 @@
 """A Mixture-of-Experts layer under Megatron-Core's names, as a small standalone PyTorch library."""
 
-from dispatchers import ExpertInput, MoEAlltoAllTokenDispatcher, permute, sort_chunks_by_idxs, unpermute
+from dispatchers import (
+    CommunicationCounter,
+    ExpertInput,
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoECapacityTokenDispatcher,
+    MoEDeduplicatedTokenDispatcher,
+    permute,
+    sort_chunks_by_idxs,
+    unpermute,
+)
 from moe.activations import Activation
 from moe.block import MoETransformerBlock
 from moe.checkpoint import load_checkpoint, save_checkpoint
@@ -36,11 +46,15 @@ from router import (
 __all__ = [
     "MLP",
     "Activation",
+    "CommunicationCounter",
     "ExpertChoiceRouter",
     "ExpertInput",
     "GroupedMLP",
+    "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
+    "MoECapacityTokenDispatcher",
     "MoEConfig",
+    "MoEDeduplicatedTokenDispatcher",
     "MoEGPT",
     "MoELayer",
     "MoEMetrics",

@@ -462,7 +462,8 @@ def test_one_process_without_torchrun_leaves_log_pictures_and_figures(tiny: list
     result = run_job([*tiny, "--train-iters", "15", "--lr", "1e-2", "--output-dir", str(tmp_path)])
     assert result.returncode == 0, result.stderr
     records = records_of(tmp_path)
-    names = {"step", "loss", "lr", "grad_norm", "load_imbalance", "expert_load", "drop_rate", *LOSSES}
+    num_bytes = ("dispatch_bytes", "combine_bytes", "communication_bytes")
+    names = {"step", "loss", "lr", "grad_norm", "load_imbalance", "expert_load", "drop_rate", *num_bytes, *LOSSES}
     assert [record.keys() ^ names for record in records] == [
         {"eval_loss"} if record["step"] % 5 == 0 else set() for record in records
     ]
