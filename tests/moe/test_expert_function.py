@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe import expert_function
 from moe.activations import Activation
-from moe.expert_function import ExpertWeights, Slots, expert_mlp, gemm_dtype
+from moe.expert_function import DeferredGradients, ExpertWeights, Slots, expert_mlp, gemm_dtype
 from tests import reference
 from tests.tolerances import assert_close
 
@@ -236,3 +236,59 @@ def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(frozen: str) -> N
     assert weight.grad is None
     for name, leaf in case.leaves.items():
         assert torch.equal(leaf.grad, want[name]), name
+
+
+def deferred_gradients(case: Case, num_parts: int, needed: tuple[str, ...]) -> dict[str, Tensor]:
+    """Cut every expert's slots into parts, run each with the same DeferredGradients, and return all gradients."""
+    leaves = {
+        name: leaf.detach().requires_grad_(name in (*needed, "tokens", "probs")) for name, leaf in case.leaves.items()
+    }
+    weights = ExpertWeights(*(leaves.get(name) for name in ("fc1", "fc2", "fc1_bias", "fc2_bias")))
+    deferred = DeferredGradients(weights)
+    by_expert = torch.arange(len(case.expert_ids)).split(case.slots.counts)
+    output = torch.zeros_like(leaves["tokens"])
+    for part in range(num_parts):
+        pieces = [slots.tensor_split(num_parts)[part] for slots in by_expert]
+        chosen, counts = torch.cat(pieces), tuple(len(piece) for piece in pieces)
+        slots = Slots(counts, case.slots.row_ids[chosen], case.slots.has_padding)
+        output = output + expert_mlp(
+            leaves["tokens"], leaves["probs"][chosen], slots, case.activation, weights, deferred
+        )
+    output.backward(case.grad)
+    assert deferred.parts == {}
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_deferred_gradients_of_parts_are_those_of_the_whole(dtype: torch.dtype, biases: bool, num_parts: int) -> None:
+    case = make(ACTIVATIONS["swiglu"], dtype, random_map(), biases)
+    weights = tuple(name for name in case.leaves if name.startswith("fc"))
+    want, found = expected(case), deferred_gradients(case, num_parts, weights)
+    assert found.keys() == case.leaves.keys()
+    for name, grad in found.items():
+        assert_close(grad, want[name], dtype, name)
+
+
+@pytest.mark.parametrize("needed", [("fc1",), ("fc2", "fc1_bias"), ()])
+def test_deferred_gradients_of_frozen_weights(needed: tuple[str, ...]) -> None:
+    case = make(ACTIVATIONS["swiglu"], torch.float64, random_map(), biases=True)
+    want, found = expected(case), deferred_gradients(case, 2, needed)
+    assert found.keys() == {"tokens", "probs", *needed}
+    for name, grad in found.items():
+        assert_close(grad, want[name], torch.float64, name)
+
+
+def test_tiles_refuse_counts_that_do_not_fill_them() -> None:
+    case = make(ACTIVATIONS["swiglu"], torch.float64, random_map(), biases=False)
+    weights = ExpertWeights(case.leaves["fc1"], case.leaves["fc2"])
+    with pytest.raises(ValueError, match=r"counts \(.*\) must be multiples of the tile \(32 rows\)"):
+        expert_mlp(
+            case.leaves["tokens"],
+            case.leaves["probs"],
+            case.slots,
+            case.activation,
+            weights,
+            DeferredGradients(weights, tile_rows=32),
+        )
