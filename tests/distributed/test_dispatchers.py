@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dispatchers import ExpertInput
 from moe import MoEConfig, MoELayer, ProcessGroups
+from moe.dispatching import build_dispatcher
 from tests import reference
+from tests.dispatchers.test_alltoall import HostCopies, weighted_copies
 from tests.distributed.test_layer import PARAMETERS, FixedRouter, differences, failures_of, full, local_part, nan_memory
 from tests.ranks import run_ranks
 from tests.reference import MoEWeights
@@ -99,8 +101,7 @@ def make_layer(fields: dict[str, Any], groups: ProcessGroups | None, probs: Tens
         moe_shared_expert_intermediate_size=4,
         moe_shared_expert_overlap=True,
         moe_shared_expert_gate=True,
-        moe_check_collectives=True,
-        **fields,
+        **({"moe_check_collectives": True} | fields),
     )
     layer = MoELayer(config, groups)
     layer.router = FixedRouter(probs, routing_map)
@@ -216,3 +217,62 @@ def contract_worker(ep: int, etp: int) -> list[str]:
 @pytest.mark.parametrize(("ep", "etp"), FACTORINGS)
 def test_every_dispatcher_keeps_the_contract(ep: int, etp: int) -> None:
     assert failures_of(run_ranks(contract_worker, ep * etp, ep, etp, timeout_s=240)) == ""
+
+
+def identity_worker(ep: int, etp: int) -> list[str]:
+    """Experts that return their input, one per token with the prob 1: what comes back is what was sent, bit by bit."""
+    groups, found, rank = ProcessGroups.build(ep, etp), [], dist.get_rank()
+    for name, fields in DISPATCHERS.items():
+        config = MoEConfig(hidden_size=3, num_moe_experts=NUM_EXPERTS, moe_ffn_hidden_size=2, **fields)
+        dispatcher = build_dispatcher(config, groups)
+        for sequence, batch in ((1, 1), (1, 7), (5, 3), (0, 2), (2, rank), (rank, 1)):
+            hidden = torch.randn(sequence, batch, 3).requires_grad_()
+            routing_map = torch.zeros(sequence * batch, NUM_EXPERTS, dtype=torch.bool)
+            routing_map[torch.arange(sequence * batch), torch.randint(NUM_EXPERTS, (sequence * batch,))] = True
+            expert_input, plan = dispatcher.dispatch(hidden, routing_map.float(), routing_map)
+            output = dispatcher.combine(weighted_copies(expert_input, groups.etp.rank()), plan)
+            output.backward(hidden.detach() * 2)
+            if not torch.equal(output, hidden) or not torch.equal(hidden.grad, hidden * 2):
+                found.append(f"{name}: S {sequence}, B {batch}")
+            if expert_input.row_ids.dtype != torch.int64 or expert_input.tokens_per_expert.dtype != torch.int64:
+                found.append(f"{name}: {expert_input.row_ids.dtype} ids")
+    return found
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (4, 1), (2, 2)])
+def test_identity_experts_return_the_input(ep: int, etp: int) -> None:
+    assert failures_of(run_ranks(identity_worker, ep * etp, ep, etp)) == ""
+
+
+def calls_worker(ep: int, etp: int) -> dict[str, Any]:
+    """Return for each dispatcher the collectives of this rank with their numbers, and its copies to the host."""
+    groups, result, rank = ProcessGroups.build(ep, etp), {}, dist.get_rank()
+    for name, fields in DISPATCHERS.items():
+        for load_name in ("skewed, empty ranks", "T = 0"):
+            groups.counter.reset()
+            layer = make_layer({**fields, "moe_check_collectives": False}, groups, *LOADS[load_name].routing(rank))
+            hidden = tokens_of(rank, LOADS[load_name].tokens[rank])[0].requires_grad_()
+            with HostCopies() as forward:
+                loss = layer(hidden).sum()
+            with HostCopies() as backward:
+                loss.backward()
+            calls = {key: traffic.calls for key, traffic in groups.counter.records.items()}
+            result[f"{name}, {load_name}"] = (calls, forward.calls, backward.calls)
+    return result
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2)])
+def test_every_rank_calls_the_same_collectives_and_copies_once_to_the_host(ep: int, etp: int) -> None:
+    results = run_ranks(calls_worker, 4, ep, etp)
+    assert results == [results[0]] * 4
+    for name, (calls, forward, backward) in results[0].items():
+        assert backward == [], name
+        assert forward == ([] if "capacity" in name else ["cpu"]), name
+        ways = {operation.removesuffix(" backward") for operation, _ in calls if "counts" not in operation}
+        for way in ways - {"all_to_all dispatch ids", "all_to_all dispatch map"}:
+            numbers = {
+                calls.get((operation, group))
+                for group in ("ep", "etp", "tp_ep")
+                for operation in (way, f"{way} backward")
+            }
+            assert len(numbers - {None}) == 1, (name, way, calls)
