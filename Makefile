@@ -76,6 +76,7 @@ wheel: $(STAMP) ## Build a wheel and use it in a fresh environment with torch an
 benchmark-smoke: $(STAMP) ## Run the benchmarks at a tiny size.
 	$(BIN)/python benchmarks/layer.py --tiny
 	$(BIN)/python benchmarks/router_fusion.py --tiny
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/communication.py --tiny
 
 clean: ## Remove what builds and checks left; environments and runs stay.
 	rm -rf build dist .venv-wheel *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,8 @@ LAYERS = {  # package -> the own packages that it may import
     "moe": {"moe", "router", "dispatchers"},
 }
 DEPENDENCIES = {"torch", "einops"}
-KERNEL_FILES = {"triton": "_triton.py", "transformer_engine": "_te.py"}  # library -> end of the files that import it
+# library -> end of the files that import it
+KERNEL_FILES = {"triton": "_triton.py", "transformer_engine": "_te.py", "deep_ep": "deepep_dispatcher.py"}
 COLLECTIVE_FILES = {"dispatchers/collectives.py", "router/collectives.py", "moe/parallel.py"}
 COLLECTIVE = re.compile(
     r"(all_to_all|all_gather|all_reduce|reduce_scatter|broadcast|gather|scatter|reduce|send|recv|isend|irecv)(_.*)?"
