@@ -16,6 +16,7 @@ from dispatchers.collectives import (
     all_gather_counts,
     all_gather_rows,
     reduce_scatter_rows,
+    start_all_gather_rows,
     start_all_to_all_rows,
 )
 from dispatchers.config import DispatcherConfig
@@ -105,8 +106,11 @@ class MoECapacityTokenDispatcher(TokenDispatcher[CapacityPlan]):
         rows, probs = in_transit.rows.wait(), in_transit.probs.wait()
         if self.moves:
             sizes = self._etp_sizes(plan)
-            rows = all_gather_rows(rows, sizes, group=self.etp_group, what="dispatch rows")
+            gathering = start_all_gather_rows(
+                rows, sizes, group=self.etp_group, what="dispatch rows", payload=self.payload
+            )
             probs = all_gather_rows(probs, sizes, group=self.etp_group, what="dispatch probs")
+            rows = gathering.wait()  # -> [R, H]
             places = torch.arange(rows.shape[0], device=rows.device)
             places = places.view(self.etp_group.size, self.ep_group.size, self.num_local_experts, plan.capacity)
             row_ids = places.permute(2, 1, 0, 3).reshape(-1)  # by etp, ep, expert -> by expert, ep, etp

@@ -93,9 +93,8 @@ def balancing_losses(
         scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
     counted = counted.to(torch.int64)
     local = counted.sum(0, keepdim=True)  # a row for each balanced unit: the batch, then each sequence
-    by_sequence = [sequences.sum(counted)] if "seq_aux_loss" in coeffs else []
-    counts, counter = torch.cat([local, *by_sequence]), groups.counter
-    shared = all_reduce_sum(counts, group=groups.tp_cp, name="tp_cp", counter=counter)
+    joined = torch.cat([local, sequences.sum(counted)]) if "seq_aux_loss" in coeffs else local
+    shared = all_reduce_sum(joined, group=groups.tp_cp, name="tp_cp", counter=groups.counter)
     num_tokens = shared[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
     total, logged, global_counts = logits.new_zeros(()), {}, None
@@ -104,8 +103,7 @@ def balancing_losses(
         if name == "seq_aux_loss":
             units, table = sequences, shared[1:]
         elif name == "global_aux_loss":
-            group = groups.tp_dp_cp
-            now = all_reduce_sum(local, group=group, name="tp_dp_cp", counter=counter)
+            now = all_reduce_sum(local, group=(group := groups.tp_dp_cp), name="tp_dp_cp", counter=groups.counter)
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
         share = _switch_loss(scores, table, units, topk, backend)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatchers import CommunicationCounter, RankGroup, all_to_all_rows
+from dispatchers.fp8_rows import packed_width
 from moe import MoEConfig, MoEGPT, MoELayer, ProcessGroups, TransformerConfig, clip_grad_norm, finalize_gradients
 from moe.metrics import collect_metrics
 from tests.ranks import run_ranks
@@ -69,6 +70,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "moe_dispatch_dtype": "fp8",
         "moe_dispatch_grad_dtype": "fp8",
     },
+    "capacity, fp8": {
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_dispatch_dtype": "fp8",
+    },
     "capacity": {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0},
     "quantiles": {"moe_router_load_balancing_type": "quantile_balancing"},
 }
@@ -101,6 +107,12 @@ def counted_worker(ep: int, etp: int) -> list[str]:
                 found.append(f"{name}: {operation} has no name for its group")
         if counted != seen:
             found.append(f"{name}: counted {counted}, sent {seen}")
+        for (operation, _), traffic in groups.counter.records.items():
+            if "dispatch rows" in operation and traffic.rows:
+                packs = fields.get("moe_dispatch_grad_dtype" if "backward" in operation else "moe_dispatch_dtype")
+                width = packed_width(140) if packs else 4 * 140
+                if traffic.bytes != traffic.rows * width:
+                    found.append(f"{name}: {operation} sends {traffic.bytes / traffic.rows} bytes a row, not {width}")
     return found
 
 

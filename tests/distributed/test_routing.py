@@ -47,7 +47,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe_token_drop_policy": "position",
         "moe_layer_recompute": True,
     },
-    "padded to capacity": {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+    "padded to capacity": {
+        "moe_expert_capacity_factor": 1.5,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_expert_capacity_tokens": max(TOKENS),
+    },
     "capacity, padded map": {"moe_expert_capacity_factor": 0.6, "moe_router_padding_for_quantization": True},
     "rounded": {"moe_token_rounding_policy": "nearest", "moe_token_rounding_multiple": 4},
     "rounded up, padded map": {
