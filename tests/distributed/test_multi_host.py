@@ -213,8 +213,8 @@ def wait_for_steps(num_steps: int, jobs: list[subprocess.Popen[bytes]], folder: 
     [
         (Host.kill, 1, False, r"Connection (reset|closed) by peer"),
         (Host.unplug, 1, False, r"Timed out waiting 9000ms"),
-        (Host.kill, 0, False, r"Connection (reset|closed) by peer"),
-        (Host.unplug, 0, True, r"Timed out waiting 9000ms"),
+        pytest.param(Host.kill, 0, False, r"Connection (reset|closed) by peer", marks=pytest.mark.slow),
+        pytest.param(Host.unplug, 0, True, r"Timed out waiting 9000ms", marks=pytest.mark.slow),
     ],
     ids=["killed", "unplugged", "first host killed", "first host unplugged, static rendezvous"],
 )
