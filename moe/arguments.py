@@ -17,7 +17,13 @@ from moe.parallel import ProcessGroups
 from router.config import BALANCING_TYPES
 
 # Fields whose flag is not their name with dashes.
-FLAGS = {"num_moe_experts": "--num-experts", "fp8": "--fp8-format", "layernorm_epsilon": "--norm-epsilon"}
+FLAGS = {
+    "num_moe_experts": "--num-experts",
+    "layernorm_epsilon": "--norm-epsilon",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp8_param": "--fp8-param-gather",
+}
 PARALLEL_SIZES = {
     "expert_model_parallel_size": "EP: ranks that share out the experts",
     "expert_tensor_parallel_size": "ETP: ranks that share each expert",

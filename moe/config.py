@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from dispatchers.config import DispatcherConfig
 from moe.activations import Activation, ActivationName
+from moe.backends import check_backend, check_width
 from moe.presets import preset_fields
-from moe.quantization.recipes import RECIPES
+from moe.quantization.recipes import FP4_RECIPES, FP8_RECIPES, RECIPES, QuantizationRecipe
 from router.config import RouterConfig, check_choice, check_positive
 
 Config = TypeVar("Config", bound="MoEConfig")
@@ -60,34 +61,89 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Settings of quantization, under Megatron-Core's field names.
+    """Settings of quantization, under Megatron-Core's field names. The experts alone compute in FP8 or FP4.
 
     Raises:
-        ValueError: fp8 compute, which this version does not have; an unknown recipe; a recipe without effect.
+        ValueError: an unknown recipe, a setting without effect, or settings that contradict each other.
     """
 
-    fp8: Literal["hybrid", "e4m3"] | None = None  # None: GEMMs in params_dtype; else refused in this version
-    fp8_recipe: str = "delayed"  # its row multiple is what padding aims at; Megatron's default
+    fp8: Literal["hybrid", "e4m3"] | None = None  # experts in FP8: gradients in E5M2 or E4M3; None: in params_dtype
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"] = (
+        "delayed"  # see the table of recipes
+    )
+    fp8_margin: int = 0  # delayed: scales leave this many powers of two of room
+    fp8_amax_history_len: int = 1  # delayed: steps that a scale remembers
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"  # delayed: which of them the scale follows
+    fp8_wgrad: bool = True  # False: weight gradients multiply unquantized operands
+    fp8_scale_format: Literal["fp32", "pow2"] | None = None  # None: the recipe's; powers of two lose less when repeated
+    fp8_param: bool = False  # keep expert weights in FP8, fp32 masters in the optimizer (keep_master_weights)
+    fp4: Literal["e2m1"] | None = None  # experts in FP4; excludes fp8
+    fp4_recipe: Literal["nvfp4"] = "nvfp4"  # see the table of recipes
+    activation_func_fp8_input_store: bool = False  # keep the activation's input in FP8 until backward
     moe_router_padding_for_quantization: bool = False  # pad the routing map to the recipe's row multiple
+    moe_expert_backend: Literal["reference", "torch", "te"] = "reference"  # who multiplies: see the table of backends
 
     def __post_init__(self) -> None:
         """Check what the fields alone can tell."""
-        if self.fp8 is not None:
+        check_choice(self, "fp8", (None, "hybrid", "e4m3"))
+        check_choice(self, "fp8_recipe", FP8_RECIPES)
+        check_choice(self, "fp8_amax_compute_algo", ("most_recent", "max"))
+        check_choice(self, "fp8_scale_format", (None, "fp32", "pow2"))
+        check_choice(self, "fp4", (None, "e2m1"))
+        check_choice(self, "fp4_recipe", FP4_RECIPES)
+        check_choice(self, "moe_expert_backend", ("reference", "torch", "te"))
+        check_positive(self, "fp8_amax_history_len")
+        if type(self.fp8_margin) is not int or self.fp8_margin < 0:
+            raise ValueError(f"fp8_margin ({self.fp8_margin!r}) must be an int, at least 0.")
+        if self.fp8 is not None and self.fp4 is not None:
+            raise ValueError(f"fp8 ({self.fp8!r}) and fp4 ({self.fp4!r}) exclude each other; leave one out.")
+        self._check_effect()
+        check_backend(self)
+
+    def _check_effect(self) -> None:
+        """Raise ValueError for a setting that would change nothing."""
+        if self.fp8_recipe != "delayed" and self.fp8 is None and not self.moe_router_padding_for_quantization:
             raise ValueError(
-                f"fp8 ({self.fp8!r}, --fp8-format) is not available in this version: expert GEMMs run in params_dtype."
-                " Leave it out; moe_router_padding_for_quantization (--moe-router-padding-for-quantization) works"
-                " without it."
+                f"fp8_recipe ({self.fp8_recipe!r}) has no effect without fp8 or moe_router_padding_for_quantization;"
+                " set one of them or leave the recipe out."
             )
-        check_choice(self, "fp8_recipe", tuple(RECIPES))
-        if self.fp8_recipe != "delayed" and not self.moe_router_padding_for_quantization:
+        for name, off in (("fp8_margin", 0), ("fp8_amax_history_len", 1), ("fp8_amax_compute_algo", "most_recent")):
+            if getattr(self, name) != off and self.quantization_name != "delayed":
+                raise ValueError(
+                    f"{name} ({getattr(self, name)!r}) belongs to fp8 with fp8_recipe 'delayed', but the experts"
+                    f" compute in {self.quantization_name or 'params_dtype'}; leave it out."
+                )
+        for name, off in (("fp8_wgrad", True), ("fp8_param", False)):
+            if getattr(self, name) != off and self.fp8 is None:
+                raise ValueError(f"{name} ({getattr(self, name)}) has no effect without fp8; set fp8 or leave it out.")
+        if self.fp8_scale_format is not None and (
+            self.fp8 is None or RECIPES[self.fp8_recipe].scale_format not in ("fp32", "pow2")
+        ):
             raise ValueError(
-                f"fp8_recipe ({self.fp8_recipe!r}) has no effect without moe_router_padding_for_quantization; set that"
-                " or leave the recipe out."
+                f"fp8_scale_format ({self.fp8_scale_format!r}) belongs to fp8 with a recipe whose scales are fp32"
+                f" numbers, not to {self.quantization_name or 'params_dtype'}; leave it out."
             )
 
     @property
+    def quantization_name(self) -> str | None:
+        """The recipe by which experts compute; None in params_dtype."""
+        if self.fp4 is not None:
+            return self.fp4_recipe
+        return self.fp8_recipe if self.fp8 is not None else None
+
+    @property
+    def quantization(self) -> QuantizationRecipe | None:
+        """Its row of the table, with fp8_scale_format."""
+        if self.quantization_name is None:
+            return None
+        recipe = RECIPES[self.quantization_name]
+        return recipe if self.fp8_scale_format is None else replace(recipe, scale_format=self.fp8_scale_format)
+
+    @property
     def pad_multiple(self) -> int:
-        """Slots of every non-empty expert are a multiple of this; 1 without padding."""
+        """Slots of every non-empty expert are a multiple of this; 1 without quantization and padding for it."""
+        if self.quantization is not None:
+            return self.quantization.row_multiple
         return RECIPES[self.fp8_recipe].row_multiple if self.moe_router_padding_for_quantization else 1
 
 
@@ -120,6 +176,8 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
         DispatcherConfig.__post_init__(self)
         ExpertsConfig.__post_init__(self)
         QuantizationConfig.__post_init__(self)
+        if self.quantization is not None:
+            self._check_quantized_sizes(self.quantization)
         if self.has_static_shapes:
             for name, off in (("moe_dispatch_num_chunks", 1), ("moe_deterministic", False)):
                 if getattr(self, name) != off:
@@ -127,6 +185,18 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
                         f"{name} ({getattr(self, name)}) is not available with moe_pad_expert_input_to_capacity (True)"
                         " and moe_token_dispatcher_type 'alltoall', whose shapes are static; leave one of them out."
                     )
+
+    def _check_quantized_sizes(self, recipe: QuantizationRecipe) -> None:
+        """Raise ValueError for widths that blocks do not divide, and for what quantized experts do not have."""
+        sizes = {"moe_ffn_hidden_size": self.moe_ffn_hidden_size}
+        sizes["moe_latent_size" if self.moe_latent_size else "hidden_size"] = self.expert_hidden_size
+        for name, size in sizes.items():
+            check_width(name, size, recipe.width_multiple, f"recipe {self.quantization_name!r}")
+        if self.moe_deterministic:
+            raise ValueError(
+                f"moe_deterministic (True) is not available with quantized experts ({self.quantization_name!r}): it"
+                " promises results that do not depend on how rows are cut into tiles, and scales do; leave one out."
+            )
 
     @property
     def has_static_shapes(self) -> bool:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from dispatchers.permutation import reorder_blocks, sum_dtype
 from moe.activations import Activation
+from moe.quantization.stored import load_activation, store_activation
 from router.gating import no_autocast
 
 CACHE_LINE = 64  # bytes
@@ -82,6 +83,8 @@ def expert_mlp(
     activation: Activation,
     weights: ExpertWeights,
     deferred: DeferredGradients | None = None,
+    *,
+    stores_fp8: bool = False,
 ) -> Tensor:
     """Return for each row the sum over its slots of fc2(prob * activation(fc1(row))) + prob * fc2_bias.
 
@@ -95,6 +98,7 @@ def expert_mlp(
         activation: the activation, which says whether G is 1 or 2.
         weights: what the experts are.
         deferred: takes over the gradients of the weights; None: this call's backward computes them.
+        stores_fp8: keep the first GEMM's output in FP8 until backward.
 
     Returns:
         [R, H] in the dtype of tokens; rows that no slot reads are 0.
@@ -119,6 +123,7 @@ def expert_mlp(
             slots,
             activation,
             deferred,
+            stores_fp8,
         )
 
 
@@ -278,6 +283,7 @@ class _ExpertMLP(torch.autograd.Function):
         slots: Slots,
         activation: Activation,
         deferred: DeferredGradients | None,
+        stores_fp8: bool,
     ) -> Tensor:
         loop = _ExpertLoop(tokens, slots, None if deferred is None else deferred.tile_rows)
         fc1_output = tokens.new_empty(sum(slots.counts), *fc1_weight.shape[1:3])  # [M, G, F]
@@ -298,7 +304,10 @@ class _ExpertMLP(torch.autograd.Function):
                 bias = fc2_bias[expert].to(y.dtype)
                 y = y + bias if probs is None else y.addr_(probs[part].to(y.dtype), bias)
             loop.add(y, part, out)
-        ctx.save_for_backward(tokens, slots.row_ids, probs, fc1_output, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+        stored = store_activation(fc1_output, stores_fp8)
+        parameters = (fc1_weight, fc2_weight, fc1_bias, fc2_bias)
+        ctx.save_for_backward(tokens, slots.row_ids, probs, *parameters, *stored.tensors)
+        ctx.stored = stored.without_tensors()
         ctx.slots, ctx.activation, ctx.deferred = replace(slots, row_ids=None), activation, deferred
         if deferred is not None:
             ctx.index, deferred.num_calls = deferred.num_calls, deferred.num_calls + 1
@@ -307,7 +316,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, row_ids, probs, fc1_output, fc1_weight, fc2_weight, fc1_bias, fc2_bias = ctx.saved_tensors
+        tokens, row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *stored = ctx.saved_tensors
+        fc1_output = load_activation(ctx.stored.with_tensors(*stored), tokens.dtype)  # [M, G, F]
         slots, deferred = replace(ctx.slots, row_ids=row_ids), ctx.deferred
         loop = _ExpertLoop(tokens, slots, None if deferred is None else deferred.tile_rows)
         grad_tokens = loop.new_sums(tokens)  # [R, H]
@@ -341,7 +351,7 @@ class _ExpertMLP(torch.autograd.Function):
             weights = grad.new_ones(fc1_output.shape[0], dtype=loop.sum_dtype) if probs is None else probs
             deferred.parts[ctx.index] = _Part(loop, slots, tokens, grad, weights.to(loop.sum_dtype), *kept)
         signal = tokens.new_zeros(()) if ctx.needs_input_grad[6] else None
-        return grad_tokens.to(tokens.dtype), grad_probs, *sums.gradients, signal, None, None, None
+        return grad_tokens.to(tokens.dtype), grad_probs, *sums.gradients, signal, None, None, None, None
 
 
 class _ExpertLoop:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dispatchers.base import DETERMINISTIC_ROWS, ExpertInput
 from dispatchers.collectives import group_of_one
+from moe.backends import build_backend, check_width
 from moe.config import MoEConfig
-from moe.expert_function import DeferredGradients, ExpertWeights, Slots, expert_mlp, gemm_dtype
+from moe.expert_function import DeferredGradients, ExpertWeights, Slots
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
+from moe.quantization.delayed import DelayedScaling
+from moe.quantization.weights import WeightOperands
 
 
 class ExpertLinear(nn.Module):
@@ -49,9 +54,14 @@ class GroupedMLP(nn.Module):
         linear_fc1.weight: [L, G, F, H] (G = 2, gate then up, for gated units, else 1). linear_fc1.bias: [L, G, F].
         linear_fc2.weight: [L, H, F]. linear_fc2.bias: [L, H].
         With several ranks these are DTensors of the global shapes [E, ...], sharded over (ep, etp).
+        delayed_scaling: DelayedScaling with fp8_recipe "delayed", else None.
+        operands: the quantized weights while they are kept; see `keep_quantized_weights`.
+        backend: what computes; see moe_expert_backend.
 
     Raises:
-        ValueError: num_moe_experts, moe_ffn_hidden_size or (with biases) the hidden size do not divide by the groups.
+        ValueError: num_moe_experts, moe_ffn_hidden_size or (with biases) the hidden size do not divide by the groups,
+            or what is left of them does not suit the recipe or the backend.
+        ImportError: a backend whose library is not installed.
     """
 
     expert_parallel = True
@@ -67,12 +77,22 @@ class GroupedMLP(nn.Module):
         _check_divides("moe_ffn_hidden_size", ffn, "expert-tensor-parallel", etp_size)
         if config.add_bias_linear:
             _check_divides("hidden size of the experts", hidden, "expert-tensor-parallel", etp_size)
+        if config.quantization is not None:
+            name = f"moe_ffn_hidden_size ({ffn}) / expert-tensor-parallel size ({etp_size})"
+            check_width(
+                name, ffn // etp_size, config.quantization.width_multiple, f"recipe {config.quantization_name!r}"
+            )
         self.num_local_experts = config.num_moe_experts // ep.size()
         self.first_expert = ep.rank() * self.num_local_experts
         num_local, num_inputs = self.num_local_experts, self.activation.num_inputs
         self.linear_fc1 = self._linear((num_local, num_inputs, ffn // etp_size, hidden), etp_dim=2)
         self.linear_fc2 = self._linear((num_local, hidden, ffn // etp_size), etp_dim=2)
         self.reset_parameters()
+        history = config.fp8_amax_history_len, config.fp8_amax_compute_algo
+        has_history = config.quantization is not None and config.quantization.has_history
+        self.delayed_scaling = DelayedScaling(num_local, groups, *history) if has_history else None
+        self.operands = WeightOperands()
+        self.backend = build_backend(config, self)
 
     def _linear(self, shape: tuple[int, ...], etp_dim: int) -> ExpertLinear:
         """Return an uninitialised linear whose local weight has this shape."""
@@ -110,8 +130,13 @@ class GroupedMLP(nn.Module):
             if linear.bias is not None:
                 local_tensor(linear.bias).zero_()
 
-    def deferred_gradients(self) -> DeferredGradients:
-        """Return what takes over the weights' gradients of the forwards that get it: see DeferredGradients."""
+    def deferred_gradients(self) -> DeferredGradients | None:
+        """Return what takes over the weights' gradients of the forwards that get it: see DeferredGradients.
+
+        None where the backend has no such thing: quantized experts, and all backends but the reference.
+        """
+        if self.config.quantization is not None or self.config.moe_expert_backend != "reference":
+            return None
         return DeferredGradients(self._weights(), DETERMINISTIC_ROWS if self.config.moe_deterministic else None)
 
     def forward(self, expert_input: ExpertInput, deferred: DeferredGradients | None = None) -> Tensor:
@@ -128,7 +153,8 @@ class GroupedMLP(nn.Module):
         Raises:
             ValueError: tokens of another dtype or width than the weights, or counts for another number of experts.
 
-        Saved for backward: tokens [R, H], the first GEMM's output [M, G, F], row_ids [M], probs [M]. No host sync.
+        Saved for backward: tokens [R, H], the first GEMM's output [M, G, F], row_ids [M], probs [M]; less with
+        quantized experts, see docs/quantization.md. No host sync.
         """
         tokens = expert_input.tokens
         weight = local_tensor(self.linear_fc1.weight)
@@ -142,6 +168,8 @@ class GroupedMLP(nn.Module):
                 f"tokens_per_expert_list ({len(expert_input.tokens_per_expert_list)} entries) must have one per local"
                 f" expert ({self.num_local_experts})."
             )
+        if self.config.moe_router_padding_for_quantization:
+            expert_input = _padding_last(expert_input)
         slots = Slots(
             expert_input.tokens_per_expert_list,
             expert_input.row_ids,
@@ -152,14 +180,7 @@ class GroupedMLP(nn.Module):
         if deferred is None and self.config.moe_deterministic:
             deferred = self.deferred_gradients()
         weights = self._weights() if deferred is None else deferred.detached
-        return expert_mlp(
-            tokens,
-            expert_input.probs,
-            slots,
-            self.activation,
-            weights,
-            deferred,
-        )
+        return self.backend(tokens, expert_input.probs, slots, weights, deferred)
 
     def _weights(self) -> ExpertWeights:
         """Return this rank's weights."""
@@ -183,11 +204,25 @@ class GroupedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Show what is computed when the module is printed."""
         weight = self.linear_fc1.weight
-        multiply = gemm_dtype(weight.dtype, weight.device)
         return (
             f"local_experts={self.num_local_experts}, activation={self.activation}, parameters {weight.dtype},"
-            f" GEMMs {multiply} by torch.mm"
+            f" {self.backend.describe(weight)}"
         )
+
+
+def _padding_last(expert_input: ExpertInput) -> ExpertInput:
+    """Make the slots that a padded routing map added what slot padding adds: -1, behind each expert's other slots.
+
+    They are the slots with prob 0. So what an expert computes, and the blocks into which its slots are cut, do not
+    depend on how they were padded.
+    """
+    counts, probs = expert_input.tokens_per_expert, expert_input.probs
+    experts = torch.arange(counts.shape[0], device=counts.device)
+    expert_of = experts.repeat_interleave(counts, output_size=probs.shape[0])  # [M]
+    is_padding = probs == 0
+    order = (2 * expert_of + is_padding).argsort(stable=True)
+    row_ids = expert_input.row_ids.masked_fill(is_padding, -1).index_select(0, order)
+    return replace(expert_input, row_ids=row_ids, probs=probs.index_select(0, order), has_padding=True)
 
 
 def _check_divides(name: str, value: int, group_name: str, size: int) -> None:

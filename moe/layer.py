@@ -48,7 +48,8 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config, self.groups, self.layer_number = config, groups, layer_number
         self.router = ROUTERS[config.moe_router_type](config, groups)
-        self.routing_map_padding = RoutingMapPadding(config.pad_multiple)
+        pads_map = config.moe_router_padding_for_quantization
+        self.routing_map_padding = RoutingMapPadding(config.pad_multiple if pads_map else 1)
         self.token_dispatcher = build_dispatcher(config, groups)
         self.experts = GroupedMLP(config, groups)
         has_shared = config.moe_shared_expert_intermediate_size is not None
@@ -124,18 +125,26 @@ class MoELayer(nn.Module):
         mode = ", capacity mode" if self.config.has_static_shapes else ""
         return f"{name if kind == name else f'{name} (asked for as {kind})'}{mode}"
 
+    @property
+    def _padding(self) -> str:
+        """To which multiple slots are padded, why and where."""
+        config = self.config
+        if config.pad_multiple == 1:
+            return "off"
+        where = "the routing map, else slots" if config.moe_router_padding_for_quantization else "slots"
+        return f"to {config.pad_multiple} ({config.quantization_name or config.fp8_recipe}), {where}"
+
     def describe(self) -> str:
         """Return what this layer is made of and which choices are in use, one line a stage."""
         config = self.config
         shared = config.moe_shared_expert_intermediate_size
         number = "" if self.layer_number is None else f" {self.layer_number}"
-        padding = config.pad_multiple
         lines = [
             f"MoELayer{number}: hidden {config.hidden_size}, {config.num_moe_experts} experts of width"
             f" {config.moe_ffn_hidden_size}, top-{config.moe_router_topk}",
             f"  router      {self.router.extra_repr()}, aux loss {config.moe_aux_loss_coeff},"
             f" z-loss {config.moe_z_loss_coeff}",
-            f"  padding     {'off' if padding == 1 else f'to {padding} ({config.fp8_recipe})'}",
+            f"  padding     {self._padding}",
             f"  dispatcher  {self._dispatcher_name}, {self.token_dispatcher.extra_repr()}",
             f"  overlap     {config.moe_dispatch_num_chunks} chunks, shared expert"
             f" {'while tokens travel' if self._overlaps_shared_experts else 'after them'}",
@@ -173,7 +182,8 @@ def _latent_projections(config: MoEConfig) -> tuple[nn.Module, nn.Module]:
 def _deferred_gradients(experts: nn.Module) -> tuple[object, ...]:
     """Return what the experts take beside their input in each of several chunks; nothing if they have no such thing."""
     make = getattr(experts, "deferred_gradients", None)
-    return () if make is None else (make(),)
+    deferred = None if make is None else make()
+    return () if deferred is None else (deferred,)
 
 
 def _directly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:

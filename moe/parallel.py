@@ -137,6 +137,28 @@ def shard_expert_parameter(local: Tensor, groups: ProcessGroups, etp_dim: int) -
     return DTensor.from_local(local, groups.expert_mesh["ep", "etp"], (Shard(0), Shard(etp_dim)), run_check=False)
 
 
+def shard_expert_buffer(local: Tensor, groups: ProcessGroups | None) -> Tensor:
+    """Return this rank's part [L, ...] of a tensor [E, ...] that ETP ranks hold alike, as a DTensor if E is sharded."""
+    if groups is None or not groups.is_expert_sharded:
+        return local
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    return DTensor.from_local(local, groups.expert_mesh["ep", "etp"], (Shard(0), Replicate()), run_check=False)
+
+
+def max_over_replicas(values: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return the largest values over the ranks that hold the same experts or parts of them, in new storage.
+
+    Collectives: one all_reduce (max) over edp, one over etp.
+    """
+    values = values.clone()
+    for name, group in (("edp", groups.edp), ("etp", groups.etp)):
+        if group.size() > 1:
+            _count_reduced(RankGroup(group, name, counter=groups.counter), "all_reduce amax", values)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

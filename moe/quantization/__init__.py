@@ -1,4 +1,4 @@
-"""Quantized experts: the table of recipes. The quantized GEMMs themselves are not part of this version."""
+"""Quantized experts: formats, quantizers, the table of recipes, grouped products."""
 
 from moe.quantization.recipes import RECIPES, QuantizationRecipe
 

@@ -1,0 +1,221 @@
+"""The expert computation over the slots of all experts at once, with the products of a GroupedGemm.
+
+Saved for backward: the first GEMM's output (or its FP8 form), indices, probs, and of the rows whichever is smaller:
+the dispatched rows [R, H] as they are, or the M slots quantized by columns, as the weight gradient will read them. The
+results are the same bit by bit; the activation and the second GEMM's input are computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dispatchers.permutation import sum_dtype
+from moe.activations import Activation
+from moe.expert_function import ExpertWeights, Slots
+from moe.quantization.grouped_gemm import FC1, FC2, GroupedGemm
+from moe.quantization.stored import load_activation, store_activation
+from moe.quantization.weights import WeightOperands
+from router.gating import no_autocast
+
+
+def grouped_expert_mlp(
+    tokens: Tensor,
+    probs: Tensor,
+    slots: Slots,
+    activation: Activation,
+    weights: ExpertWeights,
+    gemm: GroupedGemm,
+    operands: WeightOperands,
+    *,
+    stores_fp8: bool = False,
+) -> Tensor:
+    """Return for each row the sum over its slots of fc2(prob * activation(fc1(row))) + prob * fc2_bias.
+
+    Args:
+        tokens: [R, H].
+        probs: [M] fp32 or fp64.
+        slots: which rows each expert reads; slots whose prob is 0 must be padding.
+        activation: the activation, which says whether G is 1 or 2.
+        weights: what the experts are.
+        gemm: the backend, for these counts.
+        operands: the weights in the form that gemm multiplies.
+        stores_fp8: keep the first GEMM's output in FP8 until backward.
+
+    Returns:
+        [R, H] in the dtype of tokens; rows that no slot reads are 0.
+    """
+    with no_autocast(tokens.device):
+        return _GroupedExpertMLP.apply(
+            tokens,
+            probs,
+            weights.fc1,
+            weights.fc2,
+            weights.fc1_bias,
+            weights.fc2_bias,
+            slots,
+            activation,
+            gemm,
+            operands,
+            stores_fp8,
+        )
+
+
+class _GroupedExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        probs: Tensor,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_bias: Tensor | None,
+        slots: Slots,
+        activation: Activation,
+        gemm: GroupedGemm,
+        operands: WeightOperands,
+        stores_fp8: bool,
+    ) -> Tensor:
+        rows = _Rows(slots, tokens.shape[0])
+        x = rows.gather(tokens)  # [R, H] -> [M, H]
+        by_rows = gemm.by_rows(x, FC1, "input")
+        kept_columns = None
+        if gemm.saved_bits is not None and x.numel() * gemm.saved_bits < tokens.numel() * tokens.itemsize * 8:
+            kept_columns = gemm.by_columns(x, FC1, "input")
+        first = gemm.multiply(by_rows, operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=False))
+        first = first.to(tokens.dtype).view(-1, *fc1_weight.shape[1:3])  # [M, G, F]
+        if fc1_bias is not None:
+            _add_per_expert(first, fc1_bias, slots.counts)
+        hidden = _hidden(activation, first, probs, tokens.dtype)  # [M, F]
+        fc2 = operands.get(gemm, fc2_weight, FC2, is_transposed=False)
+        y = gemm.multiply(gemm.by_rows(hidden, FC2, "input"), fc2).to(sum_dtype(tokens.dtype))  # [M, H]
+        if fc2_bias is not None:
+            _add_per_expert(y, fc2_bias, slots.counts, probs)
+        out = rows.add(y)  # [M, H] -> [R, H]
+        stored = store_activation(first, stores_fp8)
+        x_tensors = (tokens,) if kept_columns is None else kept_columns.tensors
+        ctx.save_for_backward(
+            slots.row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *stored.tensors, *x_tensors
+        )
+        ctx.num_stored, ctx.stored = len(stored.tensors), stored.without_tensors()
+        ctx.kept_columns = None if kept_columns is None else kept_columns.without_tensors()
+        ctx.slots, ctx.num_rows, ctx.dtype = replace(slots, row_ids=None), tokens.shape[0], tokens.dtype
+        ctx.activation, ctx.gemm, ctx.operands = activation, gemm, operands
+        return out.to(tokens.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *saved = ctx.saved_tensors
+        stored, x_tensors = saved[: ctx.num_stored], saved[ctx.num_stored :]
+        slots, gemm, needs = replace(ctx.slots, row_ids=row_ids), ctx.gemm, ctx.needs_input_grad
+        rows = _Rows(slots, ctx.num_rows)
+        dy = rows.gather(grad.to(ctx.dtype))  # [R, H] -> [M, H]
+        dy_rows, dy_columns = gemm.both(dy, FC2, "gradient")
+        fc2 = ctx.operands.get(gemm, fc2_weight, FC2, is_transposed=True)
+        dh = gemm.multiply(dy_rows, fc2).to(sum_dtype(ctx.dtype))  # [M, F]
+        first = load_activation(ctx.stored.with_tensors(*stored), ctx.dtype).to(sum_dtype(ctx.dtype))  # [M, G, F]
+        dfirst = torch.empty_like(first)
+        weights = probs.to(first.dtype)
+        hidden, dp = ctx.activation.forward_backward(first, dh, weights, dfirst)  # [M, F], [M]
+        grads = _empty_gradients((fc1_weight, fc2_weight, fc1_bias, fc2_bias), needs[2:6])
+        if grads[1] is not None:
+            gemm.weight_gradient(dy_columns, gemm.by_columns(hidden.to(ctx.dtype), FC2, "input"), grads[1])
+        if grads[2] is not None:
+            _sum_per_expert(dfirst, slots.counts, grads[2])
+        if grads[3] is not None:
+            _sum_per_expert(dy.to(first.dtype) * weights.unsqueeze(-1), slots.counts, grads[3])
+        if fc2_bias is not None and dp is not None:
+            dp = dp + _dot_per_expert(dy.to(first.dtype), fc2_bias, slots.counts)
+        dfirst_rows, dfirst_columns = gemm.both(dfirst.flatten(1).to(ctx.dtype), FC1, "gradient")  # [M, G * F]
+        if grads[0] is not None:
+            if ctx.kept_columns is None:
+                x_columns = gemm.by_columns(rows.gather(x_tensors[0]), FC1, "input")
+            else:
+                x_columns = ctx.kept_columns.with_tensors(*x_tensors)
+            gemm.weight_gradient(dfirst_columns, x_columns, grads[0].flatten(1, 2))
+        fc1 = ctx.operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=True)
+        dx = gemm.multiply(dfirst_rows, fc1)  # [M, H]
+        grad_tokens = rows.add(dx.to(sum_dtype(ctx.dtype))).to(ctx.dtype)  # [R, H]
+        return grad_tokens, None if dp is None else dp.to(probs.dtype), *grads, None, None, None, None, None
+
+
+class _Rows:
+    """Reads the row of every slot, and adds results up by row."""
+
+    def __init__(self, slots: Slots, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.is_padding: Tensor | None = None  # [M, 1] bool
+        self.read_ids = slots.row_ids  # [M]
+        if slots.has_padding and slots.row_ids is not None:
+            self.is_padding = (slots.row_ids < 0).unsqueeze(-1)
+            self.read_ids = slots.row_ids.clamp(min=0)
+
+    def gather(self, source: Tensor) -> Tensor:
+        """[R, H] -> [M, H], zeros for padding."""
+        if self.read_ids is None:
+            return source
+        if self.num_rows == 0:
+            return source.new_zeros(self.read_ids.shape[0], source.shape[1])
+        rows = source.index_select(0, self.read_ids)
+        return rows if self.is_padding is None else rows.masked_fill_(self.is_padding, 0)
+
+    def add(self, results: Tensor) -> Tensor:
+        """[M, H] -> [R, H], the sum over each row's slots; results of padding are dropped."""
+        if self.read_ids is None:
+            return results
+        sums = results.new_zeros(self.num_rows, results.shape[1])
+        if self.num_rows == 0:
+            return sums
+        if self.is_padding is not None:
+            results = results.masked_fill(self.is_padding, 0)
+        return sums.index_add_(0, self.read_ids, results)
+
+
+def _hidden(activation: Activation, first: Tensor, probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The second GEMM's input: first [M, G, F], probs [M] -> [M, F]."""
+    wide = sum_dtype(dtype)
+    return activation.forward(first.to(wide)).mul_(probs.to(wide).unsqueeze(-1)).to(dtype)
+
+
+def _empty_gradients(parameters: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
+    """Return memory for the gradients that are needed, contiguous."""
+    return [
+        torch.empty(p.shape, dtype=gradient_dtype(p), device=p.device) if p is not None and need else None
+        for p, need in zip(parameters, needs, strict=True)
+    ]
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, fp32 for one of 8 bits."""
+    return torch.float32 if parameter.itemsize == 1 else parameter.dtype
+
+
+def _add_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> None:
+    """Add each expert's bias, times the prob of the slot, to the values [M, ...] of its slots."""
+    for bias, part, p in zip(biases, values.split(counts), _parts_of(probs, counts), strict=True):
+        if p is None:
+            part += bias
+        else:
+            part.addcmul_(p.to(part.dtype).unsqueeze(-1), bias.to(part.dtype))
+
+
+def _parts_of(probs: Tensor | None, counts: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    """Return each expert's probs, or None for each."""
+    return (None,) * len(counts) if probs is None else probs.split(counts)
+
+
+def _sum_per_expert(values: Tensor, counts: tuple[int, ...], out: Tensor) -> None:
+    """Write the sum of each expert's values [M, ...] to out [L, ...]."""
+    for expert, part in enumerate(values.split(counts)):
+        out[expert] = part.sum(0)
+
+
+def _dot_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Return each slot's values [M, H] times its expert's bias: [M]."""
+    return torch.cat([part @ bias.to(part.dtype) for bias, part in zip(biases, values.split(counts), strict=True)])

@@ -1,0 +1,282 @@
+"""Quantizers: a matrix as codes with one scale per block, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe.quantization.formats import E2M1, E4M3, FloatFormat, decode_half, encode, packed_width
+
+ScaleFormat = Literal["fp32", "pow2", "e8m0", "e4m3"]
+
+E8M0_BIAS = 127  # an E8M0 byte b means 2 ** (b - 127)
+E8M0_NAN = 255
+SMALLEST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny  # of nvfp4, relative to the tensor's scale
+CHUNK_ELEMENTS = 1 << 19  # on a CPU: intermediates of a few MiB stay in the cache
+_MANTISSA_BITS = 0x007FFFFF  # of an fp32
+
+
+@dataclass(frozen=True)
+class Block:
+    """The elements that share a scale: rows x cols; None is the whole dimension."""
+
+    rows: int | None
+    cols: int | None
+
+    def sizes(self, shape: torch.Size | tuple[int, int]) -> tuple[int, int]:
+        """Return the block's sizes in a matrix of this shape."""
+        return self.rows or max(shape[0], 1), self.cols or max(shape[1], 1)
+
+    @property
+    def t(self) -> Block:
+        """The block of the transposed matrix."""
+        return Block(self.cols, self.rows)
+
+    def __str__(self) -> str:
+        return "tensor" if self.rows is self.cols is None else f"{self.rows or 'all'}x{self.cols or 'all'}"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix [m, n] of codes. Element (i, j) is code * scale of its block (* tensor_scale).
+
+    Attributes:
+        data: [m, packed_width(n)] in the dtype of fmt.
+        scale: [blocks of rows, blocks of columns]: fp32 ("fp32", "pow2"), float8_e8m0fnu or float8_e4m3fn. NaN for a
+            block that held inf or NaN.
+        fmt: the format of the codes.
+        block: what shares a scale.
+        tensor_scale: [] fp32 under a scale in E4M3, else None.
+    """
+
+    data: Tensor
+    scale: Tensor
+    fmt: FloatFormat
+    block: Block
+    tensor_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[m, n]."""
+        return self.data.shape[0], self.data.shape[1] * 8 // self.fmt.bits
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has to be kept to restore it with `with_tensors`."""
+        return (self.data, self.scale) if self.tensor_scale is None else (self.data, self.scale, self.tensor_scale)
+
+    def with_tensors(self, *tensors: Tensor) -> Quantized:
+        """Return the same with other tensors, in the order of `tensors`."""
+        data, scale, *rest = tensors
+        return replace(self, data=data, scale=scale, tensor_scale=rest[0] if rest else None)
+
+    def without_tensors(self) -> Quantized:
+        """Return what `with_tensors` is called on: the description alone."""
+        empty = self.data.new_empty(0, 0)
+        return replace(self, data=empty, scale=empty, tensor_scale=None)
+
+    def scale_fp32(self) -> Tensor:
+        """Return the scale of each block as fp32, the tensor's included."""
+        scale = e8m0_to_fp32(self.scale) if self.scale.dtype == torch.float8_e8m0fnu else self.scale.float()
+        return scale if self.tensor_scale is None else scale * self.tensor_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """Return the matrix [m, n], rounded to dtype once; fp32 and fp64 hold code * scale as fp32 does."""
+        shape = self.shape
+        out = torch.empty(shape, dtype=dtype, device=self.data.device) if out is None else out
+        scale, factor = self.scale_fp32(), self.fmt.half_factor
+        for rows, blocks in _row_chunks(shape, self.block, out.device):
+            values = decode_half(self.data[rows], self.fmt)
+            if (
+                self.fmt is E2M1
+            ):  # the factor of the others fits into the scale, which is at most the largest fp32 / max
+                values, factor = values.float().mul_(self.fmt.half_factor), 1.0
+            target = out[rows] if out.dtype == torch.float32 else torch.empty(values.shape, device=out.device)
+            _multiply(values, scale[blocks] * factor, self.block, out=target)
+            if target.dtype != out.dtype:
+                out[rows].copy_(target)
+        return out
+
+
+def quantize(
+    x: Tensor,
+    fmt: FloatFormat,
+    block: Block,
+    scale_format: ScaleFormat,
+    *,
+    given_scale: Tensor | None = None,
+    stochastic: bool = False,
+) -> Quantized:
+    """Quantize a matrix: in each block the largest magnitude becomes (nearly) the largest code.
+
+    The scale of a block with the largest magnitude amax is, to be divided by:
+    - "fp32": amax / fmt.max.
+    - "pow2": the smallest power of two that is at least that.
+    - "e8m0": likewise, as a byte, 2^-127 to 2^127.
+    - "e4m3": amax / fmt.max relative to the tensor's scale amax_of_tensor / (fmt.max * 448), rounded to E4M3.
+
+    A block of zeros has a finite scale and comes back as zeros. A block with inf or NaN has a NaN scale and comes back
+    as NaN. Values are divided in fp32 (multiplied by the reciprocal, as kernels do) and rounded as `encode` says.
+
+    Args:
+        x: [m, n] float; fp64 is rounded to fp32 first.
+        fmt: the format of codes.
+        block: what shares a scale; must divide the shape.
+        scale_format: the format of scales.
+        given_scale: [] fp32, the scale of the whole tensor from elsewhere, used where it is above 0; magnitudes above
+            fmt.max * given_scale saturate. With "fp32" and "pow2" and a block of the whole tensor.
+        stochastic: stochastic rounding, for E2M1.
+
+    Raises:
+        ValueError: a shape that the block does not divide.
+
+    Source: torch.nn.functional.scaled_mm (fp32 scales); OCP Microscaling Formats v1.0, section 6.3, with the exponent
+        rounded up as cuBLAS and Transformer Engine do; Pretraining LLMs with NVFP4, arXiv:2509.25149, appendix C.
+    """
+    shape = (x.shape[0], x.shape[1])
+    sizes = block.sizes(shape)
+    if x.ndim != 2 or shape[0] % sizes[0] or shape[1] % sizes[1] or shape[1] * fmt.bits % 8:
+        raise ValueError(f"x {list(x.shape)} must be a matrix that blocks of {sizes[0]} x {sizes[1]} divide.")
+    amax = block_amax(x, block)
+    tensor_scale = None
+    if scale_format == "e4m3":
+        scale, multiplier, tensor_scale = _two_level_scale(amax, fmt.max)
+    elif scale_format == "e8m0":
+        scale, multiplier = _e8m0_scale(amax, fmt.max)
+    else:
+        multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
+        if given_scale is not None:
+            multiplier = torch.where((given_scale > 0) & multiplier.isfinite(), 1 / given_scale, multiplier)
+        scale = 1 / multiplier
+    if fmt is E2M1:
+        multiplier = multiplier / fmt.half_factor
+    data = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
+    scratch: Tensor | None = None
+    for rows, blocks in _row_chunks(shape, block, x.device):
+        values = torch.empty(x[rows].shape, device=x.device) if scratch is None else scratch[: rows.stop - rows.start]
+        scratch = values if scratch is None else scratch
+        _multiply(x[rows], multiplier[blocks], block, out=values)
+        if given_scale is not None:
+            values.clamp_(-fmt.max, fmt.max)
+        encode(values, fmt, data[rows], stochastic=stochastic)
+    return Quantized(data, scale, fmt, block, tensor_scale)
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Return the largest magnitude of each block, inf or NaN where it holds one: [m, n] -> [blocks, blocks] fp32."""
+    num_rows, num_cols = x.shape
+    block_rows, block_cols = block.sizes(x.shape)
+    parts = []
+    for rows, _ in _row_chunks(x.shape, block, x.device):
+        magnitudes = x[rows].abs().float()
+        if block_cols > 1:
+            magnitudes = _amax_of_runs(magnitudes, block_cols)
+        if block.rows is None:
+            magnitudes = magnitudes.amax(0, keepdim=True)
+        elif block_rows > 1:
+            magnitudes = magnitudes.view(-1, block_rows, magnitudes.shape[1]).amax(1)
+        parts.append(magnitudes)
+    if not parts or num_cols == 0:
+        blocks_of_rows = 1 if block.rows is None else num_rows // block_rows
+        return x.new_zeros(blocks_of_rows, 1 if block.cols is None else num_cols // block_cols, dtype=torch.float32)
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return joined.amax(0, keepdim=True) if block.rows is None else joined
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Return 16 rows at a time times a random orthogonal matrix: [m, n] -> [m, n] fp32, m a multiple of 16.
+
+    It is the Hadamard matrix of order 16 over 4, its columns multiplied by fixed random signs. Two matrices transformed
+    so have the product x^T y of the originals, but outliers are spread over 16 rows.
+
+    Source: Pretraining LLMs with NVFP4, arXiv:2509.25149, section 4.2 and appendix C.
+    """
+    matrix = _hadamard_matrix(x.device)
+    blocks = x.float().view(-1, 16, x.shape[1])  # [m / 16, 16, n]
+    return torch.einsum("rk,bkn->brn", matrix, blocks).reshape(x.shape)
+
+
+def e8m0_to_fp32(scale: Tensor) -> Tensor:
+    """Return the powers of two that bytes of E8M0 stand for, NaN for 255."""
+    byte = scale.view(torch.uint8).int()
+    values = torch.ldexp(torch.ones(byte.shape, device=scale.device), byte - E8M0_BIAS)
+    return values.masked_fill(byte == E8M0_NAN, torch.nan)
+
+
+def _amax_of_runs(magnitudes: Tensor, run: int) -> Tensor:
+    """Return the largest of every `run` neighbours in a row: [m, n] -> [m, n / run]."""
+    if run <= 16:  # reductions this short are slow; pooling is not
+        return F.max_pool1d(magnitudes.unsqueeze(1), run).squeeze(1)
+    return magnitudes.view(magnitudes.shape[0], -1, run).amax(-1)
+
+
+def _fp32_multiplier(amax: Tensor, largest: float, *, is_power_of_2: bool) -> Tensor:
+    """Return what to multiply a block by: largest / amax, or the largest power of two that is at most that."""
+    multiplier = (largest / amax).clamp(max=2.0**126)  # so that its reciprocal is a normal number
+    if is_power_of_2:
+        multiplier = multiplier.view(torch.int32).bitwise_and(~_MANTISSA_BITS).view(torch.float32)
+    return torch.where(amax == 0, 1.0, multiplier).masked_fill(~amax.isfinite(), torch.nan)
+
+
+def _e8m0_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Return the scale of each block as E8M0, and its reciprocal."""
+    mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
+    exponent = torch.where(amax == 0, -E8M0_BIAS, exponent)
+    byte = (exponent + E8M0_BIAS).masked_fill(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
+    multiplier = torch.ldexp(torch.ones_like(amax), -exponent).masked_fill(~amax.isfinite(), torch.nan)
+    return byte.view(torch.float8_e8m0fnu), multiplier
+
+
+def _two_level_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scale of each block as E4M3, what to multiply the block by, and the scale of the tensor [] fp32."""
+    tensor_scale = amax.amax() if amax.numel() else amax.new_zeros(())
+    tensor_scale = (tensor_scale / (E4M3.max * largest)).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (amax / largest / tensor_scale).clamp(SMALLEST_BLOCK_SCALE, E4M3.max)
+    scale = relative.to(torch.float8_e4m3fn)
+    multiplier = 1 / tensor_scale / scale.float()
+    is_bad = ~tensor_scale.isfinite()
+    return scale, multiplier.masked_fill(is_bad, torch.nan), tensor_scale.masked_fill(is_bad, torch.nan)
+
+
+def _multiply(x: Tensor, factors: Tensor, block: Block, out: Tensor) -> None:
+    """Write x [m, n] times its block's factor [blocks, blocks] to out, fp32."""
+    rows, cols = block.sizes(x.shape)
+    if rows == x.shape[0] and cols == x.shape[1]:
+        torch.mul(x, factors, out=out)
+        return
+    by_block = (factors.shape[0], -1, factors.shape[1], cols)
+    torch.mul(x.reshape(by_block), factors[:, None, :, None], out=out.view(by_block))
+
+
+def _row_chunks(shape: torch.Size | tuple[int, int], block: Block, device: torch.device) -> list[tuple[slice, slice]]:
+    """Return parts of the rows, and which rows of blocks belong to each.
+
+    On a CPU a part is as large as stays in the cache; elsewhere there is one.
+    """
+    num_rows, num_cols = shape
+    if num_rows == 0 or num_cols == 0:
+        return []
+    per_chunk = num_rows
+    if device.type == "cpu":
+        unit = block.rows or 1
+        per_chunk = max(CHUNK_ELEMENTS // num_cols // unit, 1) * unit
+    chunks = []
+    for start in range(0, num_rows, per_chunk):
+        stop = min(start + per_chunk, num_rows)
+        blocks = slice(None) if block.rows is None else slice(start // block.rows, stop // block.rows)
+        chunks.append((slice(start, stop), blocks))
+    return chunks
+
+
+def _hadamard_matrix(device: torch.device) -> Tensor:
+    """Return the orthogonal matrix of `hadamard`, [16, 16] fp32."""
+    matrix = torch.ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float32)
+    return (matrix * signs / 4).to(device)

@@ -1,0 +1,79 @@
+"""Quantized weights, and how long they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe.quantization.grouped_gemm import GroupedGemm
+
+
+class WeightOperands:
+    """The weights of one layer's experts in the form that a backend multiplies.
+
+    They are made when they are asked for. While `keep_quantized_weights` is open they are kept; else not.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, bool], tuple[int, Any]] | None = None
+
+    def get(self, gemm: GroupedGemm, weight: Tensor, linear: int, *, is_transposed: bool) -> Any:
+        """Return what gemm.weight returns, or what is kept of it.
+
+        Raises:
+            RuntimeError: the weight was changed in place since it was kept.
+        """
+        if self._kept is None:
+            return gemm.weight(weight, linear, is_transposed=is_transposed)
+        key, version = (linear, is_transposed), weight._version
+        if key not in self._kept:
+            self._kept[key] = version, gemm.weight(weight, linear, is_transposed=is_transposed)
+        kept_version, operand = self._kept[key]
+        if kept_version != version:
+            raise RuntimeError(
+                f"the weight of linear_fc{linear + 1} was changed in place (version {kept_version} -> {version}) while"
+                " its quantized form is kept: leave keep_quantized_weights before optimizer.step() or loading."
+            )
+        return operand
+
+    def open(self) -> None:
+        """Begin to keep."""
+        self._kept = {}
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        self._kept = None
+
+
+@contextmanager
+def keep_quantized_weights(model: nn.Module) -> Iterator[None]:
+    """Quantize each expert weight once for all forwards and backwards in this block, which must not change weights.
+
+        with keep_quantized_weights(model):
+            for batch in micro_batches:
+                model(batch).backward()
+        optimizer.step()
+
+    Without it every forward and every backward quantizes the weights anew. What is kept is one byte a value (half a
+    byte in FP4) and scales, twice where the two products need other scales. Models without quantized experts are unaffected.
+
+    Raises:
+        RuntimeError: from a forward or backward in the block, if a weight was changed in place; blocks do not nest.
+    """
+    found = [
+        operands
+        for module in model.modules()
+        if isinstance(operands := getattr(module, "operands", None), WeightOperands)
+    ]
+    if any(operands._kept is not None for operands in found):
+        raise RuntimeError("keep_quantized_weights is open for this model already; blocks do not nest.")
+    for operands in found:
+        operands.open()
+    try:
+        yield
+    finally:
+        for operands in found:
+            operands.close()
