@@ -34,6 +34,8 @@ from moe import (
     clip_grad_norm,
     collect_metrics,
     finalize_gradients,
+    keep_quantized_weights,
+    update_delayed_scales,
     update_expert_bias,
 )
 from moe.arguments import add_config_arguments, add_parallel_arguments, config_from_args, groups_from_args
@@ -263,12 +265,14 @@ class Trainer:
             group["lr"] = learning_rate(args, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         self.groups.counter.reset()  # bytes of this step alone
+        torch.manual_seed(args.seed + 1 + self.step * self.groups.tp_dp_cp.size() + self.groups.tp_dp_cp.rank())
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro_step in range(self.num_microbatches):
-            inputs, targets = self.train_data.batch(self.step, micro_step, self.rank, self.num_ranks)
-            loss = self.model(inputs.to(self.device), targets.to(self.device))  # [B, S], [B, S] -> []
-            loss.backward()
-            loss_sum += self._per_token(loss.detach(), targets)
+        with keep_quantized_weights(self.model):
+            for micro_step in range(self.num_microbatches):
+                inputs, targets = self.train_data.batch(self.step, micro_step, self.rank, self.num_ranks)
+                loss = self.model(inputs.to(self.device), targets.to(self.device))  # [B, S], [B, S] -> []
+                loss.backward()
+                loss_sum += self._per_token(loss.detach(), targets)
         num_tokens = targets.numel() * self.num_microbatches if self.model.config.calculate_per_token_loss else None
         finalize_gradients(self.model, self.groups, self.num_microbatches, num_tokens=num_tokens)
         grad_norm = clip_grad_norm(self.model, args.clip_grad or math.inf, self.groups).item()
@@ -280,6 +284,7 @@ class Trainer:
             )
         self.optimizer.step()
         update_expert_bias(self.model, self.groups)
+        update_delayed_scales(self.model)
         self.step += 1
         metrics = collect_metrics(self.model, self.groups)
         return {

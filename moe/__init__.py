@@ -20,6 +20,8 @@ from moe.layer import MoELayer
 from moe.metrics import MoEMetrics, collect_metrics
 from moe.model import MoEGPT
 from moe.parallel import ProcessGroups, clip_grad_norm, finalize_gradients
+from moe.quantization.delayed import update_delayed_scales
+from moe.quantization.weights import keep_quantized_weights
 from moe.shared_experts import MLP, SharedExpertMLP
 from moe.zero_experts import ZeroComputationExperts
 from router import (
@@ -75,6 +77,7 @@ __all__ = [
     "get_capacity",
     "get_updated_expert_bias",
     "group_limited_topk",
+    "keep_quantized_weights",
     "load_checkpoint",
     "pad_routing_map",
     "permute",
@@ -86,6 +89,7 @@ __all__ = [
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",
     "unpermute",
+    "update_delayed_scales",
     "update_expert_bias",
     "z_loss_func",
 ]

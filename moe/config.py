@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from dispatchers.config import DispatcherConfig
@@ -223,6 +223,9 @@ class TransformerConfig(MoEConfig):
     num_query_groups: int | None = None  # key/value heads (grouped-query attention); None: one per query head
     kv_channels: int | None = None  # width of a head; None: hidden_size / num_attention_heads
     ffn_hidden_size: int | None = None  # width of a dense block's MLP; None: 4 * hidden_size
+    first_last_layers_bf16: bool = False  # the first and last blocks' experts in params_dtype, the others quantized
+    num_layers_at_start_in_bf16: int = 1  # with first_last_layers_bf16: blocks at the start
+    num_layers_at_end_in_bf16: int = 1  # with first_last_layers_bf16: blocks at the end
     moe_layer_freq: int | tuple[int, ...] = 1  # n: blocks 0, n, 2n, .. are MoE; or a 1 (MoE) or 0 (dense) per block
     rotary_base: float = 10000.0  # theta of the rotary embedding
     layernorm_epsilon: float = 1e-5  # inside the root of RMSNorm
@@ -244,6 +247,7 @@ class TransformerConfig(MoEConfig):
             raise ValueError(f"The width of a head ({self.head_size}) must be even for the rotary embedding.")
         if groups is not None and heads % groups:
             raise ValueError(f"num_attention_heads ({heads}) must be divisible by num_query_groups ({groups}).")
+        self._check_unquantized_blocks()
         freq = self.moe_layer_freq
         if isinstance(freq, int):
             check_positive(self, "moe_layer_freq")
@@ -252,6 +256,32 @@ class TransformerConfig(MoEConfig):
                 f"moe_layer_freq ({freq!r}) must be a positive int, or a tuple of a 0 or 1 for each of num_layers"
                 f" ({self.num_layers})."
             )
+
+    def _check_unquantized_blocks(self) -> None:
+        """Raise ValueError unless the blocks at both ends that stay in params_dtype are there, and quantized else."""
+        ends = {name: getattr(self, name) for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+        if not self.first_last_layers_bf16:
+            for name, number in ends.items():
+                if number != 1:
+                    raise ValueError(f"{name} ({number}) belongs to first_last_layers_bf16 (False); set it too.")
+            return
+        if self.quantization is None:
+            raise ValueError("first_last_layers_bf16 (True) has no effect without fp8 or fp4; leave it out.")
+        for name, number in ends.items():
+            if type(number) is not int or not 0 <= number <= self.num_layers:
+                raise ValueError(f"{name} ({number!r}) must be an int from 0 to num_layers ({self.num_layers}).")
+
+    def of_block(self, index: int) -> TransformerConfig:
+        """Return the settings of block `index` (from 0): these, or unquantized ones by first_last_layers_bf16."""
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+        if not self.first_last_layers_bf16 or start <= index < end:
+            return self
+        kept = ("moe_router_padding_for_quantization", "moe_expert_backend", "activation_func_fp8_input_store")
+        changes: dict[str, Any] = {f.name: f.default for f in fields(QuantizationConfig) if f.name not in kept}
+        if self.moe_router_padding_for_quantization:
+            changes["fp8_recipe"] = self.fp8_recipe
+        changes |= {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "first_last_layers_bf16": False}
+        return replace(self, **changes)
 
     @property
     def head_size(self) -> int:

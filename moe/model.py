@@ -39,7 +39,8 @@ class MoEGPT(nn.Module):
             warnings.warn(text, stacklevel=2)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=config.params_dtype)
         self.layers = nn.ModuleList(
-            MoETransformerBlock(config, groups, number) for number in range(1, config.num_layers + 1)
+            MoETransformerBlock(config.of_block(number - 1), groups, number)
+            for number in range(1, config.num_layers + 1)
         )
         self.final_layernorm = RMSNorm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.params_dtype)

@@ -58,7 +58,8 @@ def keep_quantized_weights(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Without it every forward and every backward quantizes the weights anew. What is kept is one byte a value (half a
-    byte in FP4) and scales, twice where the two products need other scales. Models without quantized experts are unaffected.
+    byte in FP4) and scales, twice where the two products need other scales. Models without quantized experts are
+    unaffected.
 
     Raises:
         RuntimeError: from a forward or backward in the block, if a weight was changed in place; blocks do not nest.
