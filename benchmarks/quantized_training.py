@@ -18,20 +18,20 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = (
-    "--bf16 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2"
-    " --moe-ffn-hidden-size 256 --seq-length 256 --micro-batch-size 4 --lr 4e-3 --lr-warmup-iters 20 --sample-bytes 0"
-).split()
+MODEL = ["--bf16", "--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--num-experts", "8"]
+MODEL += ["--moe-router-topk", "2", "--moe-ffn-hidden-size", "256", "--seq-length", "256", "--micro-batch-size", "4"]
+MODEL += ["--lr", "4e-3", "--lr-warmup-iters", "20", "--sample-bytes", "0"]
+DELAYED = ["--fp8-recipe", "delayed", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"]
 RUNS = {
     "bf16": [],
     "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
-    "delayed": ["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "16"]
-    + ["--fp8-amax-compute-algo", "max"],
+    "delayed": ["--fp8-format", "hybrid", *DELAYED],
     "rowwise": ["--fp8-format", "e4m3", "--fp8-recipe", "rowwise"],
     "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"],
     "mxfp8": ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
     "nvfp4": ["--fp4-format", "e2m1"],
     "mxfp8, FP8 store": ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--activation-func-fp8-input-store"],
+    "delayed, FP8 weights": ["--fp8-format", "hybrid", *DELAYED, "--fp8-param-gather"],
 }
 BASELINE = "bf16"
 ALLOWED = {"nvfp4": 0.03}  # of the baseline's loss; 0.01 for the others

@@ -28,6 +28,7 @@ from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_me
 from text_data import VOCAB_SIZE, ByteCorpus, SequenceSampler, default_text_files, find_text_files
 
 from moe import (
+    MasterWeights,
     MoEGPT,
     ProcessGroups,
     TransformerConfig,
@@ -171,14 +172,21 @@ def num_microbatches(args: argparse.Namespace, groups: ProcessGroups) -> int:
 
 
 def build_optimizer(model: MoEGPT, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW; expert parameters (DTensors when sharded) stand in groups of their own."""
+    """Return AdamW; expert parameters (DTensors when sharded) stand in groups of their own, masters for FP8 ones."""
+    masters = MasterWeights(model)
     param_groups = [
-        {"params": [p for p in parameters if (p.ndim > 1) == is_matrix], "weight_decay": args.weight_decay * is_matrix}
+        {
+            "params": [p for p in masters.of(parameters) if (p.ndim > 1) == is_matrix],
+            "weight_decay": args.weight_decay * is_matrix,
+        }
         for parameters in (dense_parameters(model), expert_parameters(model))
         for is_matrix in (True, False)
     ]
     param_groups = [group for group in param_groups if group["params"]]
-    return torch.optim.AdamW(param_groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = torch.optim.AdamW(param_groups, lr=args.lr, betas=betas, eps=args.adam_eps)
+    masters.attach(optimizer)
+    return optimizer
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
@@ -263,7 +271,7 @@ class Trainer:
         started, args = time.perf_counter(), self.args
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(args, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self.groups.counter.reset()  # bytes of this step alone
         torch.manual_seed(args.seed + 1 + self.step * self.groups.tp_dp_cp.size() + self.groups.tp_dp_cp.rank())
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

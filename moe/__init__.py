@@ -15,6 +15,7 @@ from moe.activations import Activation
 from moe.block import MoETransformerBlock
 from moe.checkpoint import load_checkpoint, save_checkpoint
 from moe.config import MoEConfig, TransformerConfig
+from moe.expert_linear import MasterWeights
 from moe.experts import GroupedMLP
 from moe.layer import MoELayer
 from moe.metrics import MoEMetrics, collect_metrics
@@ -52,6 +53,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "ExpertInput",
     "GroupedMLP",
+    "MasterWeights",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoECapacityTokenDispatcher",

@@ -36,6 +36,7 @@ from moe.checkpoint_state import (
     check_targets,
     empty_slots,
     hyper_parameters,
+    master_weights,
     model_state,
     named_slots,
     optimizer_state,
@@ -161,7 +162,7 @@ def load_checkpoint(
             names = parameter_names(model, optimizer)
             options = saved_options(folder, meta["optimizer"], names, optimizer)
             slots = empty_slots(names, optimizer, saved)
-            targets |= named_slots(names, slots)
+            targets |= named_slots(names, slots) | master_weights(names, optimizer)
         check_targets(folder, saved, targets)
     with _on_all_ranks(f"loading {folder}", ValueError):
         with _offering_another(folder, "model is half loaded. "):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+MASTER = "master_param"  # key of a master weight among the states of its weight
 _NUM_LISTED = 10
 # How an optimizer runs its step belongs to the run that loads, not to the run that saved.
 _EXECUTION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -34,6 +35,9 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            primary = getattr(parameter, "primary_weight", None)
+            if primary in names:
+                names[parameter] = names[primary]
             if parameter not in names:
                 shape = list(parameter.shape)
                 raise ValueError(f"param_groups[{position}] has a parameter {shape} that model does not name: drop it.")
@@ -51,7 +55,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
             if not isinstance(value, Tensor) or "." in key:
                 raise ValueError(f"{name} is a {type(value).__name__}; optimizer state must be tensors, keys dot-free.")
             _check_slot(name, value.shape, parameter)
-    return named_slots(names, optimizer.state)
+    return named_slots(names, optimizer.state) | master_weights(names, optimizer)
+
+
+def master_weights(names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the masters of weights that are stored quantized, by name; they share memory with the optimizer's."""
+    masters = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "primary_weight")]
+    return {f"optimizer.{names[p]}.{MASTER}": p.detach() for p in masters}
 
 
 def named_slots(names: Mapping[Tensor, str], slots: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -77,7 +87,7 @@ def empty_slots(
     slots: dict[Tensor, dict[str, Tensor]] = {}
     for name, entry in saved.items():
         owner_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if not name.startswith("optimizer.") or owner_name not in owners:
+        if not name.startswith("optimizer.") or owner_name not in owners or key == MASTER:
             continue
         parameter, group = owners[owner_name]
         _check_slot(name, entry.size, parameter)

@@ -98,6 +98,7 @@ class QuantizationConfig:
         if self.fp8 is not None and self.fp4 is not None:
             raise ValueError(f"fp8 ({self.fp8!r}) and fp4 ({self.fp4!r}) exclude each other; leave one out.")
         self._check_effect()
+        self._check_primary_weights()
         check_backend(self)
 
     def _check_effect(self) -> None:
@@ -122,6 +123,15 @@ class QuantizationConfig:
             raise ValueError(
                 f"fp8_scale_format ({self.fp8_scale_format!r}) belongs to fp8 with a recipe whose scales are fp32"
                 f" numbers, not to {self.quantization_name or 'params_dtype'}; leave it out."
+            )
+
+    def _check_primary_weights(self) -> None:
+        """Raise ValueError for fp8_param with a recipe that needs a weight quantized in two ways."""
+        has_one = [name for name in FP8_RECIPES if RECIPES[name].weight_block == RECIPES[name].weight_block.t]
+        if self.fp8_param and self.fp8_recipe not in has_one:
+            raise ValueError(
+                f"fp8_param (True) is not available with fp8_recipe {self.fp8_recipe!r}: forward and backward read a weight"
+                f" with other scales each, so that one byte a value cannot serve both; recipes that can: {has_one}."
             )
 
     @property

@@ -13,30 +13,11 @@ from dispatchers.collectives import group_of_one
 from moe.backends import build_backend, check_width
 from moe.config import MoEConfig
 from moe.expert_function import DeferredGradients, ExpertWeights, Slots
+from moe.expert_linear import ExpertLinear, QuantizedExpertLinear
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
 from moe.quantization.delayed import DelayedScaling
+from moe.quantization.formats import E4M3
 from moe.quantization.weights import WeightOperands
-
-
-class ExpertLinear(nn.Module):
-    """The weights and biases of one linear of all local experts.
-
-    Attributes:
-        weight: parameter [L, ...]; a DTensor [E, ...] if experts are spread over ranks.
-        bias: parameter [L, ...] likewise, or None.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-    def extra_repr(self) -> str:
-        """Show the global shapes when the module is printed."""
-        bias = "None" if self.bias is None else list(self.bias.shape)
-        return f"weight={list(self.weight.shape)}, bias={bias}, dtype={self.weight.dtype}"
 
 
 class GroupedMLP(nn.Module):
@@ -91,13 +72,15 @@ class GroupedMLP(nn.Module):
         history = config.fp8_amax_history_len, config.fp8_amax_compute_algo
         has_history = config.quantization is not None and config.quantization.has_history
         self.delayed_scaling = DelayedScaling(num_local, groups, *history) if has_history else None
-        self.operands = WeightOperands()
+        primary = (self.linear_fc1, self.linear_fc2) if config.fp8_param else ()
+        self.operands = WeightOperands(primary)
         self.backend = build_backend(config, self)
 
     def _linear(self, shape: tuple[int, ...], etp_dim: int) -> ExpertLinear:
         """Return an uninitialised linear whose local weight has this shape."""
         dtype, sharded = self.config.params_dtype, self.groups is not None and self.groups.is_expert_sharded
-        weight = torch.empty(shape, dtype=dtype)
+        recipe = self.config.quantization if self.config.fp8_param else None
+        weight = torch.empty(shape, dtype=dtype if recipe is None else E4M3.dtype)
         bias: Tensor | None = None
         if self.config.add_bias_linear:
             # fc1 [L, G, F]: F is sharded like the weight's. fc2 [L, H]: each rank adds its slice of H.
@@ -106,7 +89,9 @@ class GroupedMLP(nn.Module):
         if sharded and self.groups is not None:
             weight = shard_expert_parameter(weight, self.groups, etp_dim)
             bias = None if bias is None else shard_expert_parameter(bias, self.groups, bias.ndim - 1)
-        return ExpertLinear(weight, bias)
+        if recipe is None:
+            return ExpertLinear(weight, bias)
+        return QuantizedExpertLinear(weight, bias, recipe, self.groups, etp_dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -118,7 +103,7 @@ class GroupedMLP(nn.Module):
         if self.linear_fc1.weight.is_meta:
             return
         for offset, linear in enumerate((self.linear_fc1, self.linear_fc2)):
-            weight, f_dim = local_tensor(linear.weight), 1  # one expert: [G, F, H] or [H, F]
+            weight, f_dim = linear.local_weight(), 1  # one expert: [G, F, H] or [H, F]
             whole = list(weight.shape[1:])
             whole[f_dim] *= self.etp_group.size()
             generator = torch.Generator(device=weight.device)
@@ -126,7 +111,7 @@ class GroupedMLP(nn.Module):
                 generator.manual_seed(seed + 2 * (self.first_expert + index) + offset)
                 values = torch.empty(whole, dtype=torch.float32, device=weight.device)
                 values.normal_(std=self.config.init_method_std, generator=generator)
-                weight[index] = values.chunk(self.etp_group.size(), f_dim)[self.etp_group.rank()]
+                linear.set_expert(index, values.chunk(self.etp_group.size(), f_dim)[self.etp_group.rank()])
             if linear.bias is not None:
                 local_tensor(linear.bias).zero_()
 
@@ -158,7 +143,8 @@ class GroupedMLP(nn.Module):
         """
         tokens = expert_input.tokens
         weight = local_tensor(self.linear_fc1.weight)
-        if tokens.dtype != weight.dtype or tokens.shape[-1] != weight.shape[-1]:
+        dtype = tokens.dtype if self.config.fp8_param else weight.dtype  # quantized weights fit every dtype
+        if tokens.dtype != dtype or tokens.shape[-1] != weight.shape[-1]:
             raise ValueError(
                 f"tokens ({list(tokens.shape)}, {tokens.dtype}) must have the width {weight.shape[-1]} and the dtype of"
                 f" the expert weights ({weight.dtype}); cast the module or its input."

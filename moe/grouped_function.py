@@ -141,6 +141,8 @@ class _GroupedExpertMLP(torch.autograd.Function):
             gemm.weight_gradient(dfirst_columns, x_columns, grads[0].flatten(1, 2))
         fc1 = ctx.operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=True)
         dx = gemm.multiply(dfirst_rows, fc1)  # [M, H]
+        for linear in (FC1, FC2):
+            grads[linear] = ctx.operands.pass_on(grads[linear], linear)
         grad_tokens = rows.add(dx.to(sum_dtype(ctx.dtype))).to(ctx.dtype)  # [R, H]
         return grad_tokens, None if dp is None else dp.to(probs.dtype), *grads, None, None, None, None, None
 

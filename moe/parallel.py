@@ -278,7 +278,10 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, scale: 
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.itemsize == 1:  # stored quantized: its gradient is fp32
+                parameter.grad_dtype = torch.float32
+            dtype = torch.float32 if parameter.itemsize == 1 else parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         grad = local_tensor(parameter.grad)
         bucket = buckets.setdefault(grad.dtype, [])
         bucket.append(grad)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from moe.quantization.grouped_gemm import GroupedGemm
+from moe.quantization.grouped_gemm import GroupedGemm, PerExpert
+from moe.quantization.quantize import Quantized
+
+
+class PrimaryLinear(Protocol):
+    """A linear whose weight is stored quantized."""
+
+    def matrices(self) -> tuple[Quantized, ...]:
+        """Return each expert's weight."""
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add to the weight's gradient."""
 
 
 class WeightOperands:
     """The weights of one layer's experts in the form that a backend multiplies.
 
-    They are made when they are asked for. While `keep_quantized_weights` is open they are kept; else not.
+    They are made when they are asked for. While `keep_quantized_weights` is open they are kept; else not. Weights that
+    are stored quantized need no making.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, primary: Sequence[PrimaryLinear] = ()) -> None:
+        self.primary = primary  # by linear, if weights are stored quantized
         self._kept: dict[tuple[int, bool], tuple[int, Any]] | None = None
 
     def get(self, gemm: GroupedGemm, weight: Tensor, linear: int, *, is_transposed: bool) -> Any:
@@ -26,6 +39,8 @@ class WeightOperands:
         Raises:
             RuntimeError: the weight was changed in place since it was kept.
         """
+        if self.primary:
+            return PerExpert(self.primary[linear].matrices(), is_transposed)
         if self._kept is None:
             return gemm.weight(weight, linear, is_transposed=is_transposed)
         key, version = (linear, is_transposed), weight._version
@@ -38,6 +53,13 @@ class WeightOperands:
                 " its quantized form is kept: leave keep_quantized_weights before optimizer.step() or loading."
             )
         return operand
+
+    def pass_on(self, grad: Tensor | None, linear: int) -> Tensor | None:
+        """Return a weight's gradient for autograd; None after it was added to that of a weight stored quantized."""
+        if not self.primary or grad is None:
+            return grad
+        self.primary[linear].add_gradient(grad)
+        return None
 
     def open(self) -> None:
         """Begin to keep."""
