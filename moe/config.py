@@ -81,6 +81,9 @@ class QuantizationConfig:
     fp4_recipe: Literal["nvfp4"] = "nvfp4"  # see the table of recipes
     activation_func_fp8_input_store: bool = False  # keep the activation's input in FP8 until backward
     moe_router_padding_for_quantization: bool = False  # pad the routing map to the recipe's row multiple
+    moe_permute_fusion: bool = (
+        False  # pad the map by one Triton kernel on GPUs; permuting is an index here, never a copy
+    )
     moe_expert_backend: Literal["reference", "torch", "te"] = "reference"  # who multiplies: see the table of backends
 
     def __post_init__(self) -> None:
@@ -130,8 +133,9 @@ class QuantizationConfig:
         has_one = [name for name in FP8_RECIPES if RECIPES[name].weight_block == RECIPES[name].weight_block.t]
         if self.fp8_param and self.fp8_recipe not in has_one:
             raise ValueError(
-                f"fp8_param (True) is not available with fp8_recipe {self.fp8_recipe!r}: forward and backward read a weight"
-                f" with other scales each, so that one byte a value cannot serve both; recipes that can: {has_one}."
+                f"fp8_param (True) is not available with fp8_recipe {self.fp8_recipe!r}: forward and backward read a"
+                " weight with other scales each, so that one byte a value cannot serve both; recipes that can:"
+                f" {has_one}."
             )
 
     @property

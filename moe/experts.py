@@ -17,6 +17,7 @@ from moe.expert_linear import ExpertLinear, QuantizedExpertLinear
 from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
 from moe.quantization.delayed import DelayedScaling
 from moe.quantization.formats import E4M3
+from moe.quantization.recipes import QuantizationRecipe
 from moe.quantization.weights import WeightOperands
 
 
@@ -59,10 +60,7 @@ class GroupedMLP(nn.Module):
         if config.add_bias_linear:
             _check_divides("hidden size of the experts", hidden, "expert-tensor-parallel", etp_size)
         if config.quantization is not None:
-            name = f"moe_ffn_hidden_size ({ffn}) / expert-tensor-parallel size ({etp_size})"
-            check_width(
-                name, ffn // etp_size, config.quantization.width_multiple, f"recipe {config.quantization_name!r}"
-            )
+            _check_quantized_slice(config, config.quantization, etp_size)
         self.num_local_experts = config.num_moe_experts // ep.size()
         self.first_expert = ep.rank() * self.num_local_experts
         num_local, num_inputs = self.num_local_experts, self.activation.num_inputs
@@ -72,8 +70,8 @@ class GroupedMLP(nn.Module):
         history = config.fp8_amax_history_len, config.fp8_amax_compute_algo
         has_history = config.quantization is not None and config.quantization.has_history
         self.delayed_scaling = DelayedScaling(num_local, groups, *history) if has_history else None
-        primary = (self.linear_fc1, self.linear_fc2) if config.fp8_param else ()
-        self.operands = WeightOperands(primary)
+        linears = (self.linear_fc1, self.linear_fc2)
+        self.operands = WeightOperands([linear for linear in linears if isinstance(linear, QuantizedExpertLinear)])
         self.backend = build_backend(config, self)
 
     def _linear(self, shape: tuple[int, ...], etp_dim: int) -> ExpertLinear:
@@ -209,6 +207,18 @@ def _padding_last(expert_input: ExpertInput) -> ExpertInput:
     order = (2 * expert_of + is_padding).argsort(stable=True)
     row_ids = expert_input.row_ids.masked_fill(is_padding, -1).index_select(0, order)
     return replace(expert_input, row_ids=row_ids, probs=probs.index_select(0, order), has_padding=True)
+
+
+def _check_quantized_slice(config: MoEConfig, recipe: QuantizationRecipe, etp_size: int) -> None:
+    """Raise ValueError unless a rank's slice of an expert suits the recipe."""
+    ffn, name = config.moe_ffn_hidden_size, config.quantization_name
+    what = f"moe_ffn_hidden_size ({ffn}) / expert-tensor-parallel size ({etp_size})"
+    check_width(what, ffn // etp_size, recipe.width_multiple, f"recipe {name!r}")
+    if config.fp8_param and etp_size > 1 and recipe.weight_block.rows is None:
+        raise ValueError(
+            f"fp8_param (True) with fp8_recipe {name!r} needs expert-tensor-parallel size 1, not {etp_size}: a weight's"
+            " one scale would belong to a slice; 'blockwise' can be sliced."
+        )
 
 
 def _check_divides(name: str, value: int, group_name: str, size: int) -> None:

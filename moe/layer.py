@@ -49,7 +49,9 @@ class MoELayer(nn.Module):
         self.config, self.groups, self.layer_number = config, groups, layer_number
         self.router = ROUTERS[config.moe_router_type](config, groups)
         pads_map = config.moe_router_padding_for_quantization
-        self.routing_map_padding = RoutingMapPadding(config.pad_multiple if pads_map else 1)
+        self.routing_map_padding = RoutingMapPadding(
+            config.pad_multiple if pads_map else 1, fused=config.moe_permute_fusion
+        )
         self.token_dispatcher = build_dispatcher(config, groups)
         self.experts = GroupedMLP(config, groups)
         has_shared = config.moe_shared_expert_intermediate_size is not None
