@@ -16,6 +16,7 @@ ScaleFormat = Literal["fp32", "pow2", "e8m0", "e4m3"]
 E8M0_BIAS = 127  # an E8M0 byte b means 2 ** (b - 127)
 E8M0_NAN = 255
 SMALLEST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny  # of nvfp4, relative to the tensor's scale
+LARGEST_MULTIPLIER = 2.0**126  # its reciprocal is a normal number
 CHUNK_ELEMENTS = 1 << 19  # on a CPU: intermediates of a few MiB stay in the cache
 _MANTISSA_BITS = 0x007FFFFF  # of an fp32
 
@@ -216,7 +217,8 @@ def _amax_of_runs(magnitudes: Tensor, run: int) -> Tensor:
 
 def _fp32_multiplier(amax: Tensor, largest: float, *, is_power_of_2: bool) -> Tensor:
     """Return what to multiply a block by: largest / amax, or the largest power of two that is at most that."""
-    multiplier = (largest / amax).clamp(max=2.0**126)  # so that its reciprocal is a normal number
+    quotient = torch.full_like(amax, largest) / amax  # a number over a tensor would be rounded twice, as a reciprocal
+    multiplier = quotient.clamp(max=LARGEST_MULTIPLIER)
     if is_power_of_2:
         multiplier = multiplier.view(torch.int32).bitwise_and(~_MANTISSA_BITS).view(torch.float32)
     return torch.where(amax == 0, 1.0, multiplier).masked_fill(~amax.isfinite(), torch.nan)
@@ -238,7 +240,7 @@ def _two_level_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor, Tens
     tensor_scale = (tensor_scale / (E4M3.max * largest)).clamp(min=torch.finfo(torch.float32).tiny)
     relative = (amax / largest / tensor_scale).clamp(SMALLEST_BLOCK_SCALE, E4M3.max)
     scale = relative.to(torch.float8_e4m3fn)
-    multiplier = 1 / tensor_scale / scale.float()
+    multiplier = (1 / tensor_scale / scale.float()).clamp(max=LARGEST_MULTIPLIER)
     is_bad = ~tensor_scale.isfinite()
     return scale, multiplier.masked_fill(is_bad, torch.nan), tensor_scale.masked_fill(is_bad, torch.nan)
 
