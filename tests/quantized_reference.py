@@ -69,7 +69,7 @@ def quantized(x: Tensor, rule: Rule, *, half_up: bool = False) -> np.ndarray:
             scaled = (block * np.float32(multiplier)).astype(np.float64)
             codes = round_codes(scaled, rule.fmt, half_up=half_up)
             restored = np.array(values_of(rule.fmt))[codes] * np.sign(scaled) * scale
-            out[top : top + rows, left : left + cols] = restored
+            out[top : top + rows, left : left + cols] = restored.astype(np.float32)
     return out
 
 
@@ -96,3 +96,77 @@ def _scales(amax: float, tensor_amax: float, largest: float, kind: str) -> tuple
     with np.errstate(over="ignore"):
         multiplier = min(float(single(1) / outer / single(inner)), 2.0**126)
     return multiplier, float(single(outer) * single(inner))
+
+
+# What each recipe does with inputs and gradients (blocks along slots or features x contraction) and with weights.
+BLOCKS = {
+    "tensorwise": ("fp32", (0, 0), (0, 0)),
+    "delayed": ("fp32", (0, 0), (0, 0)),
+    "rowwise": ("fp32", (1, 0), (1, 0)),
+    "blockwise": ("pow2", (1, 128), (128, 128)),
+    "mxfp8": ("e8m0", (1, 32), (1, 32)),
+    "nvfp4": ("e4m3", (1, 16), (16, 16)),
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One expert's quantized products in fp64.
+
+    Attributes:
+        recipe: a key of BLOCKS.
+        fp8: "hybrid" (gradients in E5M2) or "e4m3"; without meaning for nvfp4.
+        transform: what nvfp4 does to the operands of weight gradients, [m, n] -> [m, n].
+    """
+
+    recipe: str
+    fp8: str
+    transform: object = None
+
+    def operand(self, x: Tensor, kind: str, *, along_rows: bool) -> Tensor:
+        """Return the quantized values of x [m, n], an "input", "weight" or "gradient".
+
+        Args:
+            x: the values.
+            kind: what they are.
+            along_rows: whether the product sums over the rows of x, not over its columns.
+        """
+        scale, block, weight_block = BLOCKS[self.recipe]
+        block = weight_block if kind == "weight" else block
+        fmt = "E5M2" if kind == "gradient" and self.fp8 == "hybrid" else "E4M3"
+        is_fp4 = self.recipe == "nvfp4"
+        if is_fp4 and along_rows and kind != "weight":
+            x = self.transform(x)
+        rule = Rule("E2M1" if is_fp4 else fmt, scale, block[::-1] if along_rows else block)
+        return torch.from_numpy(quantized(x, rule, half_up=is_fp4 and kind == "gradient"))
+
+    def run(self, x: Tensor, p: Tensor, dy: Tensor, weights: dict[str, Tensor], act: object) -> dict[str, Tensor]:
+        """Return the results of one expert and the gradients of sum(y * dy).
+
+        Args:
+            x, dy: [m, H] fp64, m a multiple of what the recipe asks for.
+            p: [m], the weights of the slots.
+            weights: fc1 [G, F, H], fc2 [H, F] and, if there are biases, fc1_bias [G, F] and fc2_bias [H].
+            act: [m, G, F] -> [m, F].
+        """
+        fc1 = weights["fc1"].flatten(0, 1)  # [G * F, H]
+        shape = (x.shape[0], *weights["fc1"].shape[:2])
+        first = self.operand(x, "input", along_rows=False) @ self.operand(fc1, "weight", along_rows=False).t()
+        first = first.view(shape) + weights.get("fc1_bias", 0)
+        with torch.enable_grad():
+            leaf, prob = first.detach().requires_grad_(), p.detach().requires_grad_()
+            hidden = act(leaf) * prob.unsqueeze(-1)  # [m, F]
+        fc2 = weights["fc2"]
+        y = self.operand(hidden, "input", along_rows=False) @ self.operand(fc2, "weight", along_rows=False).t()
+        out = {"y": y + p.unsqueeze(-1) * weights.get("fc2_bias", torch.zeros(1))}
+        dh = self.operand(dy, "gradient", along_rows=False) @ self.operand(fc2, "weight", along_rows=True)
+        dfirst, out["probs"] = torch.autograd.grad(hidden, (leaf, prob), dh)
+        out["fc2"] = self.operand(dy, "gradient", along_rows=True).t() @ self.operand(hidden, "input", along_rows=True)
+        flat = dfirst.flatten(1)
+        out["tokens"] = self.operand(flat, "gradient", along_rows=False) @ self.operand(fc1, "weight", along_rows=True)
+        fc1_grad = self.operand(flat, "gradient", along_rows=True).t() @ self.operand(x, "input", along_rows=True)
+        out["fc1"] = fc1_grad.view(weights["fc1"].shape)
+        if "fc1_bias" in weights:
+            out["fc1_bias"], out["fc2_bias"] = dfirst.sum(0), p @ dy
+            out["probs"] = out["probs"] + dy @ weights["fc2_bias"]
+        return out

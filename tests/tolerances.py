@@ -57,3 +57,47 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = N
             f"difference {difference[index].item():.3g} > {allowed:g} x max |expected| {scale:.3g} "
             f"({int((difference > allowed * scale).sum())} of {difference.numel()} elements)."
         )
+
+
+# The largest relative error of rounding one value to nearest, 2^-(mantissa bits + 1).
+UNIT_ROUNDOFF = {"E4M3": 2.0**-4, "E5M2": 2.0**-3, "E2M1": 2.0**-2}
+
+
+def quantized_bounds(recipe: str, fp8: str) -> dict[str, float]:
+    """Return the bounds of the relative errors |actual - exact| / |exact| (Frobenius) of quantized experts.
+
+    A value x is rounded with an error spread evenly over at most +-u |x|: root mean square u |x| / sqrt(3), or with
+    stochastic rounding (up or down over a gap of 2 u |x|) at most 2 u |x| / sqrt(6). Errors of different values are
+    independent, so a product of two quantized matrices, summed over many terms, has the root of the sum of squares:
+    e(a b)^2 = e(a)^2 + e(b)^2. SwiGLU passes an error e of gate and up on as at most sqrt(1.28^2 + 1) e (the slope of
+    silu is at most 1.28 times silu(x) / x for x > 0, and the rest is small); so do its gradients, with the error of the
+    incoming gradient added. A bound is that, as it stands: what really arises is smaller because most values lie above
+    the bottom of their binade.
+
+    Args:
+        recipe: its name.
+        fp8: "hybrid" or "e4m3".
+
+    Returns:
+        The bound for output, tokens, probs and the weights by name.
+    """
+    is_fp4 = recipe == "nvfp4"
+    forward = UNIT_ROUNDOFF["E2M1" if is_fp4 else "E4M3"] / 3**0.5
+    backward = 2 * forward / 2**0.5 if is_fp4 else UNIT_ROUNDOFF["E5M2" if fp8 == "hybrid" else "E4M3"] / 3**0.5
+    through_activation = (1.28**2 + 1) ** 0.5
+
+    def root(*errors: float) -> float:
+        return sum(error**2 for error in errors) ** 0.5
+
+    first = root(forward, forward)
+    hidden = through_activation * first
+    dh = root(backward, forward)
+    dfirst = root(dh, through_activation * first)
+    dx = root(dfirst, backward, forward)
+    return {
+        "output": root(hidden, forward, forward),
+        "tokens": dx,
+        "probs": root(dh, hidden),
+        "linear_fc1.weight": dx,
+        "linear_fc2.weight": root(hidden, forward, backward),
+    }
