@@ -67,7 +67,7 @@ class GroupedMLP(nn.Module):
         self.linear_fc1 = self._linear((num_local, num_inputs, ffn // etp_size, hidden), etp_dim=2)
         self.linear_fc2 = self._linear((num_local, hidden, ffn // etp_size), etp_dim=2)
         self.reset_parameters()
-        history = config.fp8_amax_history_len, config.fp8_amax_compute_algo
+        history = config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_margin
         has_history = config.quantization is not None and config.quantization.has_history
         self.delayed_scaling = DelayedScaling(num_local, groups, *history) if has_history else None
         linears = (self.linear_fc1, self.linear_fc2)

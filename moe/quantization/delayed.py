@@ -27,6 +27,7 @@ class DelayedScaling(nn.Module):
         groups: process groups; None on one process.
         history_len: steps that a scale remembers.
         algo: a scale follows from the "max" of the history or from the "most_recent" step.
+        margin: scales leave this many powers of two of room above it.
 
     Attributes:
         amax_history: [L, 6, history_len] fp32, latest first: input, weight and gradient of fc1, then of fc2. With
@@ -49,9 +50,10 @@ class DelayedScaling(nn.Module):
         groups: ProcessGroups | None,
         history_len: int,
         algo: Literal["max", "most_recent"],
+        margin: int,
     ) -> None:
         super().__init__()
-        self.algo, self.groups = algo, groups
+        self.algo, self.margin, self.groups = algo, margin, groups
         shape = (num_local_experts, NUM_LINEARS * len(OPERANDS))
         self.register_buffer("amax_history", shard_expert_buffer(torch.zeros(*shape, history_len), groups))
         self.register_buffer("scale", shard_expert_buffer(torch.zeros(shape), groups))
@@ -67,9 +69,9 @@ class DelayedScaling(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    def scale_of(self, expert: int, linear: int, operand: Operand) -> Tensor:
-        """Return the magnitude [] fp32 that a tensor is scaled by; 0 where nothing was seen."""
-        return local_tensor(self.scale)[expert, linear * len(OPERANDS) + OPERANDS.index(operand)]
+    def amax_of(self, expert: int, linear: int, operand: Operand) -> Tensor:
+        """Return the largest magnitude [] fp32 that a tensor is scaled for; 0 where nothing was seen."""
+        return local_tensor(self.scale)[expert, linear * len(OPERANDS) + OPERANDS.index(operand)] * 2.0**self.margin
 
     @torch.no_grad()
     def record(self, amax: Tensor, expert: int, linear: int, operand: Operand) -> None:
@@ -92,7 +94,7 @@ class DelayedScaling(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the rule when the module is printed."""
-        return f"history_len={self.amax_history.shape[-1]}, algo={self.algo}"
+        return f"history_len={self.amax_history.shape[-1]}, algo={self.algo}, margin={self.margin}"
 
 
 def update_delayed_scales(model: nn.Module) -> int:

@@ -209,6 +209,6 @@ class ReferenceGemm:
         if self.delayed is not None:
             if self.records:
                 self.delayed.record(block_amax(x, block)[0, 0], expert, linear, operand)
-            given = self.delayed.scale_of(expert, linear, operand) / fmt.max
+            given = self.delayed.amax_of(expert, linear, operand)
         stochastic = recipe.has_random_rounding and operand == "gradient"
-        return quantize(x, fmt, block, recipe.scale_format, given_scale=given, stochastic=stochastic)
+        return quantize(x, fmt, block, recipe.scale_format, given_amax=given, stochastic=stochastic)

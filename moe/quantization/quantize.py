@@ -109,7 +109,7 @@ def quantize(
     block: Block,
     scale_format: ScaleFormat,
     *,
-    given_scale: Tensor | None = None,
+    given_amax: Tensor | None = None,
     stochastic: bool = False,
 ) -> Quantized:
     """Quantize a matrix: in each block the largest magnitude becomes (nearly) the largest code.
@@ -128,8 +128,8 @@ def quantize(
         fmt: the format of codes.
         block: what shares a scale; must divide the shape.
         scale_format: the format of scales.
-        given_scale: [] fp32, the scale of the whole tensor from elsewhere, used where it is above 0; magnitudes above
-            fmt.max * given_scale saturate. With "fp32" and "pow2" and a block of the whole tensor.
+        given_amax: [] fp32, what to take for the largest magnitude where it is above 0; larger ones saturate. With
+            "fp32" and "pow2".
         stochastic: stochastic rounding, for E2M1.
 
     Raises:
@@ -149,9 +149,9 @@ def quantize(
     elif scale_format == "e8m0":
         scale, multiplier = _e8m0_scale(amax, fmt.max)
     else:
+        if given_amax is not None:
+            amax = torch.where((given_amax > 0) & amax.isfinite(), given_amax, amax)
         multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
-        if given_scale is not None:
-            multiplier = torch.where((given_scale > 0) & multiplier.isfinite(), 1 / given_scale, multiplier)
         scale = 1 / multiplier
     if fmt is E2M1:
         multiplier = multiplier / fmt.half_factor
@@ -161,7 +161,7 @@ def quantize(
         values = torch.empty(x[rows].shape, device=x.device) if scratch is None else scratch[: rows.stop - rows.start]
         scratch = values if scratch is None else scratch
         _multiply(x[rows], multiplier[blocks], block, out=values)
-        if given_scale is not None:
+        if given_amax is not None:
             values.clamp_(-fmt.max, fmt.max)
         encode(values, fmt, data[rows], stochastic=stochastic)
     return Quantized(data, scale, fmt, block, tensor_scale)

@@ -156,15 +156,15 @@ def test_shapes_that_the_block_does_not_divide_are_refused(shape: tuple[int, ...
         quantize(torch.ones(shape) if len(shape) == 2 else torch.ones(shape).view(1, 2, 4), *CASES[name])
 
 
-def test_a_given_scale_saturates_and_zero_means_none() -> None:
+def test_a_given_magnitude_saturates_and_zero_means_none() -> None:
     x = torch.tensor([[1.0, -2.0, 500.0, -1e6]])
-    given = quantize(x, E4M3, Block(None, None), "fp32", given_scale=torch.tensor(1.0))
+    given = quantize(x, E4M3, Block(None, None), "fp32", given_amax=torch.tensor(448.0))
     assert given.dequantize().tolist() == [[1.0, -2.0, 448.0, -448.0]]
     assert given.scale.item() == 1.0
     own = quantize(x, E4M3, Block(None, None), "fp32")
-    assert bits(quantize(x, E4M3, Block(None, None), "fp32", given_scale=torch.tensor(0.0))) == bits(own)
+    assert bits(quantize(x, E4M3, Block(None, None), "fp32", given_amax=torch.tensor(0.0))) == bits(own)
     x[0, 0] = torch.inf
-    assert quantize(x, E4M3, Block(None, None), "fp32", given_scale=torch.tensor(1.0)).dequantize().isnan().all()
+    assert quantize(x, E4M3, Block(None, None), "fp32", given_amax=torch.tensor(448.0)).dequantize().isnan().all()
 
 
 @pytest.mark.parametrize("power", [-126, -8, 0, 9, 100])
