@@ -144,7 +144,7 @@ def refused_once() -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
-    except (ValueError, OSError) as caught:
+    except (ValueError, OSError, ImportError) as caught:
         error = caught
     if error and not dist.is_initialized():
         start_process_group()

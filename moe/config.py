@@ -12,6 +12,7 @@ from moe.presets import preset_fields
 from moe.quantization.recipes import FP4_RECIPES, FP8_RECIPES, RECIPES, QuantizationRecipe
 from router.config import RouterConfig, check_choice, check_positive
 
+FP8RecipeName = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 Config = TypeVar("Config", bound="MoEConfig")
 
 
@@ -68,9 +69,7 @@ class QuantizationConfig:
     """
 
     fp8: Literal["hybrid", "e4m3"] | None = None  # experts in FP8: gradients in E5M2 or E4M3; None: in params_dtype
-    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"] = (
-        "delayed"  # see the table of recipes
-    )
+    fp8_recipe: FP8RecipeName = "delayed"  # see the table of recipes; Megatron's default
     fp8_margin: int = 0  # delayed: scales leave this many powers of two of room
     fp8_amax_history_len: int = 1  # delayed: steps that a scale remembers
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"  # delayed: which of them the scale follows

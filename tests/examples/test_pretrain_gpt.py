@@ -44,6 +44,7 @@ ORIGINAL_REPORT = [
     "--moe-router-fusion", "--moe-router-padding-for-quantization",
 ]
 # fmt: on
+FP8 = ["--fp8-format", "hybrid", "--moe-ffn-hidden-size", "16"]
 TIMEOUT_S = 120
 
 
@@ -269,15 +270,16 @@ def test_a_signal_from_outside_ends_a_run_without_a_traceback(tiny: list[str], t
     assert "Traceback" not in errors
 
 
-def test_the_original_report_with_fp8_is_refused_once(tiny: list[str]) -> None:
+def test_fp8_with_a_width_that_it_cannot_have_is_refused_once(tiny: list[str]) -> None:
     result = run_job([*tiny, *ORIGINAL_REPORT, "--fp8-format", "hybrid"], num_ranks=8)
     assert result.returncode != 0
-    assert result.stderr.count("--fp8-format) is not available in this version") == 1
+    assert result.stderr.count("moe_ffn_hidden_size (8) must be divisible by 16 for recipe 'delayed'") == 1
     assert str(SCRIPT) + '", line' not in result.stderr  # the one traceback there may be is torchrun's own
 
 
-def test_the_original_report_without_fp8_trains(tiny: list[str], tmp_path: Path) -> None:
-    flags = [*tiny, *ORIGINAL_REPORT, "--train-iters", "3", "--output-dir", str(tmp_path)]
+@pytest.mark.parametrize("fp8", [[], FP8], ids=["bf16", "fp8"])
+def test_the_original_report_trains(tiny: list[str], tmp_path: Path, fp8: list[str]) -> None:
+    flags = [*tiny, *ORIGINAL_REPORT, *fp8, "--train-iters", "3", "--output-dir", str(tmp_path)]
     assert run_ranks(train_worker, 8, flags) == [3] * 8
     losses = [record["loss"] for record in records_of(tmp_path)]
     assert losses[2] < losses[1] < losses[0] < 5.7  # ln 256 = 5.55
@@ -286,9 +288,10 @@ def test_the_original_report_without_fp8_trains(tiny: list[str], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_original_report_without_fp8_trains_under_torchrun(tiny: list[str]) -> None:
-    result = run_job([*tiny, *ORIGINAL_REPORT, "--train-iters", "3"], num_ranks=8)
+def test_the_original_report_trains_under_torchrun(tiny: list[str]) -> None:
+    result = run_job([*tiny, *ORIGINAL_REPORT, *FP8, "--train-iters", "3"], num_ranks=8)
     assert result.returncode == 0, result.stderr
+    assert "delayed hybrid, rounded exactly" in result.stdout
     assert "ep=8, etp=1, local_experts=1, pad_multiple=16" in result.stdout
 
 
@@ -315,7 +318,8 @@ def refusal(flags: list[str]) -> tuple[Any, str]:
         (["--expert-model-parallel-size", "2"], r"The number of ranks \(1\).*expert_model_parallel_size \(2\)"),
         (["--moe-layer-freq", "__import__('os')"], r"is neither a number nor a list"),
         (["--moe-layer-freq", "[1]*3"], r"moe_layer_freq \(\(1, 1, 1\)\).*num_layers \(2\)"),
-        (["--fp8-format", "hybrid"], r"fp8 \('hybrid', --fp8-format\)"),
+        (["--fp8-format", "hybrid"], r"moe_ffn_hidden_size \(8\) must be divisible by 16"),
+        (["--moe-expert-backend", "te"], r"moe_expert_backend \('te'\) needs Transformer Engine"),
         (["--no-such-flag"], r"unrecognized arguments: --no-such-flag"),
         (["--activation-func", "relu"], r"invalid choice: 'relu'"),
         (["--exit-interval", "-3"], r"--exit-interval \(-3\)"),
@@ -349,7 +353,7 @@ def test_what_the_user_can_mend_is_one_line(
 def test_a_wrong_flag_ends_a_process_with_2_and_one_line(tiny: list[str]) -> None:
     result = run_job([*tiny, "--fp8-format", "hybrid"])
     assert result.returncode == 2
-    assert result.stderr.startswith("pretrain_gpt.py: fp8 ('hybrid'")
+    assert result.stderr.startswith("pretrain_gpt.py: moe_ffn_hidden_size (8)")
     assert result.stderr.count("\n") == 1
 
 

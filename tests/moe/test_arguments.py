@@ -180,7 +180,8 @@ def test_shorthands_of_the_activation() -> None:
         (["--swiglu", "--activation-func", "gelu"], r"--activation-func \(gelu\) contradicts --swiglu \(silu\)"),
         (["--swiglu", "--no-gated-linear-unit"], r"--gated-linear-unit \(False\) contradicts --swiglu \(True\)"),
         (["--squared-relu", "--activation-func", "gelu"], r"--activation-func \(gelu\) contradicts --squared-relu"),
-        (["--fp8-format", "hybrid"], r"--fp8-format"),
+        (["--fp8-format", "hybrid"], r"moe_ffn_hidden_size \(7\) must be divisible by 16 for recipe 'delayed'"),
+        (["--fp8-format", "hybrid", "--fp4-format", "e2m1"], r"fp8 \('hybrid'\) and fp4 \('e2m1'\) exclude each other"),
         (["--moe-router-topk", "7"], r"moe_router_topk \(7\)"),
     ],
 )

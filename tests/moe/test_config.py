@@ -10,6 +10,7 @@ from moe.config import MoEConfig, TransformerConfig
 
 LAYER = {"hidden_size": 12, "num_moe_experts": 6, "moe_ffn_hidden_size": 7}
 MODEL = {**LAYER, "num_layers": 4, "num_attention_heads": 6, "vocab_size": 11}
+FP8 = {"fp8": "hybrid", "hidden_size": 32, "moe_ffn_hidden_size": 48}
 PADDED = {"moe_router_padding_for_quantization": True}
 
 
@@ -40,9 +41,39 @@ PADDED = {"moe_router_padding_for_quantization": True}
         ({"moe_shared_expert_gate": True}, r"moe_shared_expert_intermediate_size \(None\)"),
         ({"moe_shared_expert_intermediate_size": 0}, r"moe_shared_expert_intermediate_size \(0\)"),
         ({"moe_latent_size": -3}, r"moe_latent_size \(-3\)"),
-        ({"fp8": "hybrid"}, r"fp8 \('hybrid'.*Leave it out.*--moe-router-padding-for-quantization"),
-        ({"fp8": "hybrid", **PADDED}, r"fp8 \('hybrid'"),
-        ({"fp8_recipe": "mxfp8"}, r"fp8_recipe \('mxfp8'\) has no effect without moe_router_padding_for_quantization"),
+        ({"fp8": "e5m2"}, r"fp8 \('e5m2'\) must be one of None, 'hybrid', 'e4m3'"),
+        ({"fp8": "hybrid"}, r"moe_ffn_hidden_size \(7\) must be divisible by 16 for recipe 'delayed'.*\[16\]"),
+        ({**FP8, "hidden_size": 40}, r"hidden_size \(40\) must be divisible by 16.*\[32, 48\]"),
+        ({**FP8, "fp8_recipe": "mxfp8"}, r"moe_ffn_hidden_size \(48\) must be divisible by 32.*'mxfp8'.*\[32, 64\]"),
+        ({**FP8, "fp8_recipe": "blockwise"}, r"moe_ffn_hidden_size \(48\) must be divisible by 128.*\[128\]"),
+        ({**FP8, "moe_latent_size": 20}, r"moe_latent_size \(20\) must be divisible by 16"),
+        ({**FP8, "fp4": "e2m1"}, r"fp8 \('hybrid'\) and fp4 \('e2m1'\) exclude each other"),
+        ({**FP8, "moe_deterministic": True}, r"moe_deterministic \(True\).*quantized experts \('delayed'\)"),
+        ({**FP8, "fp8_margin": -1}, r"fp8_margin \(-1\)"),
+        ({**FP8, "fp8_margin": 1.5}, r"fp8_margin \(1.5\)"),
+        ({**FP8, "fp8_amax_history_len": 0}, r"fp8_amax_history_len \(0\)"),
+        ({**FP8, "fp8_amax_compute_algo": "mean"}, r"fp8_amax_compute_algo \('mean'\)"),
+        ({**FP8, "fp8_recipe": "rowwise", "fp8_margin": 1}, r"fp8_margin \(1\) belongs to .*'delayed'.*in rowwise"),
+        ({"fp8_amax_history_len": 4}, r"fp8_amax_history_len \(4\) belongs to .*compute in params_dtype"),
+        ({"fp8_wgrad": False}, r"fp8_wgrad \(False\) has no effect without fp8"),
+        ({"fp8_param": True}, r"fp8_param \(True\) has no effect without fp8"),
+        (
+            {**FP8, "fp8_recipe": "rowwise", "fp8_param": True},
+            r"fp8_param \(True\).*'rowwise'.*'tensorwise', 'delayed'",
+        ),
+        ({"fp8_scale_format": "pow2"}, r"fp8_scale_format \('pow2'\).*params_dtype"),
+        (
+            {**FP8, "hidden_size": 64, "moe_ffn_hidden_size": 64, "fp8_recipe": "mxfp8", "fp8_scale_format": "pow2"},
+            "mxfp8",
+        ),
+        ({"fp4": "e3m0"}, r"fp4 \('e3m0'\)"),
+        ({"moe_expert_backend": "cutlass"}, r"moe_expert_backend \('cutlass'\)"),
+        ({**FP8, "moe_expert_backend": "torch"}, r"recipe \('delayed'\).*'torch'.*rowwise, mxfp8"),
+        ({**FP8, "fp8_recipe": "rowwise", "moe_expert_backend": "torch"}, r"fp8 \('hybrid'\).*E4M3 alone"),
+        ({**FP8, "fp8_recipe": "rowwise", "moe_expert_backend": "te"}, r"fp8_recipe \('rowwise'\).*'te'.*tensorwise"),
+        ({**FP8, "fp8_param": True, "moe_expert_backend": "te"}, r"fp8_param \(True\).*'te'"),
+        ({**FP8, "fp8_wgrad": False, "moe_expert_backend": "te"}, r"fp8_wgrad \(False\).*'te'"),
+        ({"fp8_recipe": "mxfp8"}, r"fp8_recipe \('mxfp8'\) has no effect without fp8 or moe_router_padding_for_quant"),
         ({"fp8_recipe": "int4", **PADDED}, r"fp8_recipe \('int4'\).*'delayed'"),
     ],
 )
@@ -95,11 +126,32 @@ def test_frozen_keyword_only_and_hashable(kind: type[MoEConfig]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "multiple"),
-    [("delayed", 16), ("tensorwise", 16), ("rowwise", 16), ("mxfp8", 32), ("blockwise", 128), ("nvfp4", 128)],
+    [("delayed", 16), ("tensorwise", 16), ("rowwise", 16), ("mxfp8", 32), ("blockwise", 128)],
 )
 def test_the_padding_multiple_is_the_recipes(recipe: str, multiple: int) -> None:
     assert MoEConfig(**LAYER, **PADDED, fp8_recipe=recipe).pad_multiple == multiple
+    sizes = {**LAYER, "hidden_size": 128, "moe_ffn_hidden_size": 128}
+    assert MoEConfig(**sizes, fp8="hybrid", fp8_recipe=recipe).pad_multiple == multiple
+    assert MoEConfig(**sizes, fp4="e2m1").pad_multiple == 128
     assert MoEConfig(**LAYER).pad_multiple == 1
+
+
+def test_first_and_last_blocks_may_stay_unquantized() -> None:
+    sizes = {**MODEL, "hidden_size": 128, "moe_ffn_hidden_size": 128, "num_attention_heads": 4}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "mxfp8", "first_last_layers_bf16": True}
+    config = TransformerConfig(**sizes, **fp8, num_layers_at_start_in_bf16=2)
+    assert [config.of_block(index).fp8 for index in range(4)] == [None, None, "hybrid", None]
+    assert config.of_block(2) is config
+    padded = TransformerConfig(**sizes, **fp8, **PADDED)
+    assert [padded.of_block(index).pad_multiple for index in range(4)] == [32] * 4
+    assert TransformerConfig(**sizes, fp8="hybrid").of_block(0).fp8 == "hybrid"
+    for changes, message in (
+        ({"fp8": None, "fp8_recipe": "delayed"}, r"first_last_layers_bf16 \(True\) has no effect without fp8"),
+        ({"num_layers_at_end_in_bf16": 5}, r"num_layers_at_end_in_bf16 \(5\).*num_layers \(4\)"),
+        ({"first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 0}, r"num_layers_at_start_in_bf16 \(0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformerConfig(**{**sizes, **fp8, **changes})
 
 
 def test_sizes() -> None:
