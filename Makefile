@@ -56,7 +56,7 @@ $(PARITY_STAMP): $(STAMP)
 	$(BIN)/python -m zipfile -e $(VENV)/parity/transformer_engine-*.whl $(VENV)/parity/transformer_engine
 	touch $@
 
-test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers and Transformer Engine from PyPI.
+test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torchao and Transformer Engine from PyPI.
 	$(PYTEST) -m parity tests/parity
 
 test-slow: $(STAMP) ## Run the tests marked slow.

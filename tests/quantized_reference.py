@@ -90,7 +90,7 @@ def _scales(amax: float, tensor_amax: float, largest: float, kind: str) -> tuple
         if quotient and math.frexp(quotient)[0] == 0.5:
             exponent = max(exponent - 1, -127)
         return 2.0**-exponent, 2.0**exponent
-    outer = max(single(tensor_amax) / single(448 * largest), np.finfo(np.float32).tiny)
+    outer = max(single(tensor_amax) / single(448 * largest), single(2.0**-120))
     relative = min(max(float(single(single(amax) / single(largest)) / outer), 2.0**-6), 448.0)
     inner = values_of("E4M3")[int(round_codes(np.array([relative]), "E4M3")[0])]
     with np.errstate(over="ignore"):

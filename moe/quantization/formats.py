@@ -53,7 +53,7 @@ def encode(values: Tensor, fmt: FloatFormat, out: Tensor, *, stochastic: bool = 
     device.
 
     Args:
-        values: [m, n] fp32, divided by fmt.half_factor if fmt is E2M1; overwritten.
+        values: [m, n] fp32; overwritten.
         fmt: the format.
         out: [m, packed_width(n)] of fmt.dtype.
         stochastic: for E2M1 alone.
@@ -70,13 +70,14 @@ def encode(values: Tensor, fmt: FloatFormat, out: Tensor, *, stochastic: bool = 
 
 
 def _encode_e2m1(values: Tensor, out: Tensor, *, stochastic: bool) -> None:
-    """Round values [m, n] / 2^14 and pack the codes, two in a byte.
+    """Round values [m, n] and pack the codes, two in a byte.
 
-    At this scale the smallest normal numbers of E2M1 and fp16 coincide, so the fp16 has the code in its upper bits.
+    Divided by half_factor, the smallest normal numbers of E2M1 and fp16 coincide, so the fp16 has the code in its upper
+    bits.
     """
     smallest, largest = 1 / E2M1.half_factor, E2M1.max / E2M1.half_factor
     signs = torch.signbit(values).view(torch.uint8)
-    magnitudes = values.abs_().clamp_(max=largest)
+    magnitudes = values.abs_().mul_(1 / E2M1.half_factor).clamp_(max=largest)
     # Codes in [p, 2p), p a power of two, are p/2 apart; below the smallest normal number as far as above it.
     power = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32).clamp_(min=smallest)
     if stochastic:

@@ -17,6 +17,7 @@ E8M0_BIAS = 127  # an E8M0 byte b means 2 ** (b - 127)
 E8M0_NAN = 255
 SMALLEST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny  # of nvfp4, relative to the tensor's scale
 LARGEST_MULTIPLIER = 2.0**126  # its reciprocal is a normal number
+SMALLEST_TENSOR_SCALE = 2.0**-120  # of nvfp4: times the smallest block scale it is the smallest normal fp32
 CHUNK_ELEMENTS = 1 << 19  # on a CPU: intermediates of a few MiB stay in the cache
 _MANTISSA_BITS = 0x007FFFFF  # of an fp32
 
@@ -92,10 +93,11 @@ class Quantized:
         scale, factor = self.scale_fp32(), self.fmt.half_factor
         for rows, blocks in _row_chunks(shape, self.block, out.device):
             values = decode_half(self.data[rows], self.fmt)
-            if (
-                self.fmt is E2M1
-            ):  # the factor of the others fits into the scale, which is at most the largest fp32 / max
+            # The scale takes the factor as far as it fits: a scale may be 2^120, and 2^128 is more than an fp32 holds.
+            if self.fmt is E2M1:
                 values, factor = values.float().mul_(self.fmt.half_factor), 1.0
+            elif self.fmt is E4M3:
+                values, factor = values.mul_(2.0), self.fmt.half_factor / 2
             target = out[rows] if out.dtype == torch.float32 else torch.empty(values.shape, device=out.device)
             _multiply(values, scale[blocks] * factor, self.block, out=target)
             if target.dtype != out.dtype:
@@ -153,8 +155,6 @@ def quantize(
             amax = torch.where((given_amax > 0) & amax.isfinite(), given_amax, amax)
         multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
         scale = 1 / multiplier
-    if fmt is E2M1:
-        multiplier = multiplier / fmt.half_factor
     data = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
     scratch: Tensor | None = None
     for rows, blocks in _row_chunks(shape, block, x.device):
@@ -226,9 +226,9 @@ def _fp32_multiplier(amax: Tensor, largest: float, *, is_power_of_2: bool) -> Te
 
 def _e8m0_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Return the scale of each block as E8M0, and its reciprocal."""
-    mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [0.5, 1), or 0
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
-    exponent = torch.where(amax == 0, -E8M0_BIAS, exponent)
+    exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
     byte = (exponent + E8M0_BIAS).masked_fill(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
     multiplier = torch.ldexp(torch.ones_like(amax), -exponent).masked_fill(~amax.isfinite(), torch.nan)
     return byte.view(torch.float8_e8m0fnu), multiplier
@@ -237,10 +237,10 @@ def _e8m0_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 def _two_level_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scale of each block as E4M3, what to multiply the block by, and the scale of the tensor [] fp32."""
     tensor_scale = amax.amax() if amax.numel() else amax.new_zeros(())
-    tensor_scale = (tensor_scale / (E4M3.max * largest)).clamp(min=torch.finfo(torch.float32).tiny)
+    tensor_scale = (tensor_scale / (E4M3.max * largest)).clamp(min=SMALLEST_TENSOR_SCALE)
     relative = (amax / largest / tensor_scale).clamp(SMALLEST_BLOCK_SCALE, E4M3.max)
     scale = relative.to(torch.float8_e4m3fn)
-    multiplier = (1 / tensor_scale / scale.float()).clamp(max=LARGEST_MULTIPLIER)
+    multiplier = 1 / tensor_scale / scale.float()
     is_bad = ~tensor_scale.isfinite()
     return scale, multiplier.masked_fill(is_bad, torch.nan), tensor_scale.masked_fill(is_bad, torch.nan)
 

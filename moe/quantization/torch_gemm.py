@@ -100,7 +100,12 @@ class ScaledGroupedMM:
 
     What the kernels ask for: the contraction contiguous in both operands; slots of an expert a multiple of the recipe's
     row_multiple; rowwise scales as fp32 numbers, [M] for rows, [L, N] for weights, and [L * N] for columns, which have
-    one scale per expert; E8M0 scales in tiles of 128 rows x 4 blocks, each expert's padded to whole tiles.
+    one scale per expert; E8M0 scales in tiles of 128 rows x 4 blocks, each expert's padded to whole tiles that lie one
+    after the other, as [sum of padded slots, padded blocks] for rows, [L, padded N * padded blocks] for weights, and
+    [padded N, sum of padded blocks] for columns.
+
+    Source: aten/src/ATen/native/cuda/GroupedBlas.cpp of PyTorch (shapes); mx8mx8bf16_grouped of FBGEMM (where each
+        expert's scales start).
 
     Attributes:
         counts: slots of each expert.
@@ -141,7 +146,8 @@ class ScaledGroupedMM:
         data = torch.cat([part.data for part in parts]).t().contiguous()  # [M, N] -> [N, M]
         if self.is_rowwise:
             return ScaledRows(data, torch.cat([part.scale.flatten() for part in parts]))  # [L * N]
-        return ScaledRows(data, torch.cat([tile_scales(part.scale.t()) for part in parts], dim=-1))
+        tiles = [tile_scales(part.scale.t()) for part in parts]  # each [N up to 128, blocks up to 4]
+        return ScaledRows(data, torch.cat([part.flatten() for part in tiles]).view(tiles[0].shape[0], -1))
 
     def weight(self, weight: Tensor, linear: int, *, is_transposed: bool) -> ScaledRows:
         """See GroupedGemm."""
@@ -150,7 +156,7 @@ class ScaledGroupedMM:
         data = torch.stack([matrix.data for matrix in quantized])
         if self.is_rowwise:
             return ScaledRows(data, torch.stack([matrix.scale.flatten() for matrix in quantized]))
-        return ScaledRows(data, torch.stack([tile_scales(matrix.scale) for matrix in quantized]))
+        return ScaledRows(data, torch.stack([tile_scales(matrix.scale).flatten() for matrix in quantized]))
 
     def multiply(self, rows: ScaledRows, weight: ScaledRows) -> Tensor:
         """See GroupedGemm; in bf16."""
@@ -201,7 +207,8 @@ def tile_scales(scale: Tensor) -> Tensor:
     padded_rows, padded_blocks = rows + -rows % tile_rows, blocks + -blocks % tile_blocks
     padded = torch.zeros(padded_rows, padded_blocks, dtype=torch.uint8, device=scale.device)
     padded[:rows, :blocks] = scale.view(torch.uint8) if scale.is_contiguous() else scale.contiguous().view(torch.uint8)
-    tiles = padded.view(padded_rows // tile_rows, tile_rows // SCALE_TILE_ROWS, SCALE_TILE_ROWS, -1, tile_blocks)
+    num_tiles = (padded_rows // tile_rows, padded_blocks // tile_blocks)
+    tiles = padded.view(num_tiles[0], tile_rows // SCALE_TILE_ROWS, SCALE_TILE_ROWS, num_tiles[1], tile_blocks)
     order = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)
     return order.contiguous().view(torch.float8_e8m0fnu)
 

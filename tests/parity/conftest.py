@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def missing_peers() -> list[str]:
     """Return the names of the peers that are not here."""
     found = {name: (megatron.FOLDER.parent / name).is_dir() for name in ("megatron_core", "transformer_engine")}
-    found["transformers"] = importlib.util.find_spec("transformers") is not None
+    found |= {name: importlib.util.find_spec(name) is not None for name in ("transformers", "torchao")}
     return [name for name, is_here in found.items() if not is_here]
 
 

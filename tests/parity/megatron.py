@@ -52,13 +52,19 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+def triton_stubs() -> dict[str, types.ModuleType]:
+    """Return stand-ins, by name, for what is imported of Triton; none where it is imported already."""
+    stubs = {name: _Stub(name) for name in ("triton", "triton.language", "triton.runtime", "triton.compiler")}
+    stubs = {name: stub for name, stub in stubs.items() if name not in sys.modules}
+    stubs.get("triton", types.SimpleNamespace()).language = stubs.get("triton.language")
+    return stubs
+
+
 def load(module: str) -> types.ModuleType:
     """Return megatron.core.<module>."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
-    stubs = {name: _Stub(name) for name in ("triton", "triton.language", "triton.runtime", "triton.compiler")}
-    stubs = {name: stub for name, stub in stubs.items() if name not in sys.modules}
-    stubs.get("triton", types.SimpleNamespace()).language = stubs.get("triton.language")
+    stubs = triton_stubs()
     with mock.patch.dict(sys.modules, stubs), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mock.patch.object(torch, "compile", _decorator), on_cpu():
