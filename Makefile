@@ -46,7 +46,7 @@ format: $(STAMP) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff check --fix
 
 # megatron-core asks for Python 3.12 and Transformer Engine for CUDA, but what is compared is plain Python: their wheels are
-# unpacked, not installed.
+# unpacked, not installed. So is Triton, whose interpreter runs kernels on the CPU.
 $(PARITY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[parity]'
 	rm -rf $(VENV)/parity && mkdir $(VENV)/parity
@@ -54,9 +54,12 @@ $(PARITY_STAMP): $(STAMP)
 		-d $(VENV)/parity megatron-core==0.19.2 transformer-engine==2.20.2
 	$(BIN)/python -m zipfile -e $(VENV)/parity/megatron_core-*.whl $(VENV)/parity/megatron_core
 	$(BIN)/python -m zipfile -e $(VENV)/parity/transformer_engine-*.whl $(VENV)/parity/transformer_engine
+	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps -d $(VENV)/parity triton==3.9.0
+	$(BIN)/python -m zipfile -e $(VENV)/parity/triton-*.whl $(VENV)/parity/triton
+	rm $(VENV)/parity/*.whl
 	touch $@
 
-test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torchao and Transformer Engine from PyPI.
+test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torchao, Triton and Transformer Engine from PyPI.
 	$(PYTEST) -m parity tests/parity
 
 test-slow: $(STAMP) ## Run the tests marked slow.

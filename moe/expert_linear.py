@@ -109,7 +109,7 @@ class QuantizedExpertLinear(ExpertLinear):
         """Quantize values [...] and overwrite the weight of a local expert."""
         quantized = quantize(values.flatten(0, -2), E4M3, self.recipe.weight_block, self.recipe.scale_format)
         codes, scales = self.local_weight()[index], local_tensor(self.weight_scale)[index]
-        codes.copy_(quantized.data.view(codes.shape))
+        codes.copy_(quantized.codes.view(codes.shape))
         scales.copy_(quantized.scale.view(scales.shape))
 
     def add_gradient(self, grad: Tensor) -> None:

@@ -177,7 +177,7 @@ class ReferenceGemm:
         """See GroupedGemm; the result is in fp32, or fp64 for fp64."""
         dtype, first = sum_dtype(self.dtype), weight.parts[0]
         num_features = first.shape[1] if weight.is_transposed else first.shape[0]
-        out = first.data.new_empty(sum(self.counts), num_features, dtype=dtype)
+        out = first.codes.new_empty(sum(self.counts), num_features, dtype=dtype)
         for (expert, part), matrix in zip(self.parts(), rows.parts, strict=True):
             if self.counts[expert]:
                 w = weight.parts[expert].dequantize(dtype)

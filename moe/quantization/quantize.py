@@ -47,7 +47,7 @@ class Quantized:
     """A matrix [m, n] of codes. Element (i, j) is code * scale of its block (* tensor_scale).
 
     Attributes:
-        data: [m, packed_width(n)] in the dtype of fmt.
+        codes: [m, packed_width(n)] in the dtype of fmt.
         scale: [blocks of rows, blocks of columns]: fp32 ("fp32", "pow2"), float8_e8m0fnu or float8_e4m3fn. NaN for a
             block that held inf or NaN.
         fmt: the format of the codes.
@@ -55,7 +55,7 @@ class Quantized:
         tensor_scale: [] fp32 under a scale in E4M3, else None.
     """
 
-    data: Tensor
+    codes: Tensor
     scale: Tensor
     fmt: FloatFormat
     block: Block
@@ -64,22 +64,22 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, int]:
         """[m, n]."""
-        return self.data.shape[0], self.data.shape[1] * 8 // self.fmt.bits
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.fmt.bits
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What has to be kept to restore it with `with_tensors`."""
-        return (self.data, self.scale) if self.tensor_scale is None else (self.data, self.scale, self.tensor_scale)
+        return (self.codes, self.scale) if self.tensor_scale is None else (self.codes, self.scale, self.tensor_scale)
 
     def with_tensors(self, *tensors: Tensor) -> Quantized:
         """Return the same with other tensors, in the order of `tensors`."""
-        data, scale, *rest = tensors
-        return replace(self, data=data, scale=scale, tensor_scale=rest[0] if rest else None)
+        codes, scale, *rest = tensors
+        return replace(self, codes=codes, scale=scale, tensor_scale=rest[0] if rest else None)
 
     def without_tensors(self) -> Quantized:
         """Return what `with_tensors` is called on: the description alone."""
-        empty = self.data.new_empty(0, 0)
-        return replace(self, data=empty, scale=empty, tensor_scale=None)
+        empty = self.codes.new_empty(0, 0)
+        return replace(self, codes=empty, scale=empty, tensor_scale=None)
 
     def scale_fp32(self) -> Tensor:
         """Return the scale of each block as fp32, the tensor's included."""
@@ -89,10 +89,10 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
         """Return the matrix [m, n], rounded to dtype once; fp32 and fp64 hold code * scale as fp32 does."""
         shape = self.shape
-        out = torch.empty(shape, dtype=dtype, device=self.data.device) if out is None else out
+        out = torch.empty(shape, dtype=dtype, device=self.codes.device) if out is None else out
         scale, factor = self.scale_fp32(), self.fmt.half_factor
         for rows, blocks in _row_chunks(shape, self.block, out.device):
-            values = decode_half(self.data[rows], self.fmt)
+            values = decode_half(self.codes[rows], self.fmt)
             # The scale takes the factor as far as it fits: a scale may be 2^120, and 2^128 is more than an fp32 holds.
             if self.fmt is E2M1:
                 values, factor = values.float().mul_(self.fmt.half_factor), 1.0
@@ -155,7 +155,7 @@ def quantize(
             amax = torch.where((given_amax > 0) & amax.isfinite(), given_amax, amax)
         multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
         scale = 1 / multiplier
-    data = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
+    codes = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
     scratch: Tensor | None = None
     for rows, blocks in _row_chunks(shape, block, x.device):
         values = torch.empty(x[rows].shape, device=x.device) if scratch is None else scratch[: rows.stop - rows.start]
@@ -163,8 +163,8 @@ def quantize(
         _multiply(x[rows], multiplier[blocks], block, out=values)
         if given_amax is not None:
             values.clamp_(-fmt.max, fmt.max)
-        encode(values, fmt, data[rows], stochastic=stochastic)
-    return Quantized(data, scale, fmt, block, tensor_scale)
+        encode(values, fmt, codes[rows], stochastic=stochastic)
+    return Quantized(codes, scale, fmt, block, tensor_scale)
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:

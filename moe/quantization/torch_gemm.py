@@ -73,17 +73,17 @@ class ScaledRows:
     """An operand of 8 bits whose experts lie one after the other.
 
     Attributes:
-        data: by rows [M, K]; by columns [N, M], slots along the row; a weight [L, N, K], K the contraction.
+        codes: by rows [M, K]; by columns [N, M], slots along the row; a weight [L, N, K], K the contraction.
         scale: as scaled_grouped_mm reads it.
     """
 
-    data: Tensor
+    codes: Tensor
     scale: Tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Both."""
-        return self.data, self.scale
+        return self.codes, self.scale
 
     def with_tensors(self, *tensors: Tensor) -> ScaledRows:
         """Return the same with other tensors."""
@@ -91,7 +91,7 @@ class ScaledRows:
 
     def without_tensors(self) -> ScaledRows:
         """Return the description alone."""
-        return replace(self, data=self.data.new_empty(0), scale=self.scale.new_empty(0))
+        return replace(self, codes=self.codes.new_empty(0), scale=self.scale.new_empty(0))
 
 
 @dataclass(frozen=True)
@@ -135,55 +135,57 @@ class ScaledGroupedMM:
         """See GroupedGemm."""
         quantized = self._quantize(x, self.recipe.block)
         if self.is_rowwise:
-            return ScaledRows(quantized.data, quantized.scale.flatten())
-        return ScaledRows(quantized.data, torch.cat([tile_scales(part) for part in quantized.scale.split(self.counts)]))
+            return ScaledRows(quantized.codes, quantized.scale.flatten())
+        return ScaledRows(
+            quantized.codes, torch.cat([tile_scales(part) for part in quantized.scale.split(self.counts)])
+        )
 
     def by_columns(self, x: Tensor, linear: int, operand: Operand) -> ScaledRows | Plain:
         """See GroupedGemm."""
         if not self.quantizes_wgrad:
             return Plain(x)
         parts = [self._quantize(part, self.recipe.block.t) for part in x.split(self.counts)]
-        data = torch.cat([part.data for part in parts]).t().contiguous()  # [M, N] -> [N, M]
+        codes = torch.cat([part.codes for part in parts]).t().contiguous()  # [M, N] -> [N, M]
         if self.is_rowwise:
-            return ScaledRows(data, torch.cat([part.scale.flatten() for part in parts]))  # [L * N]
+            return ScaledRows(codes, torch.cat([part.scale.flatten() for part in parts]))  # [L * N]
         tiles = [tile_scales(part.scale.t()) for part in parts]  # each [N up to 128, blocks up to 4]
-        return ScaledRows(data, torch.cat([part.flatten() for part in tiles]).view(tiles[0].shape[0], -1))
+        return ScaledRows(codes, torch.cat([part.flatten() for part in tiles]).view(tiles[0].shape[0], -1))
 
     def weight(self, weight: Tensor, linear: int, *, is_transposed: bool) -> ScaledRows:
         """See GroupedGemm."""
         matrices = weight.transpose(1, 2) if is_transposed else weight  # [L, N, K], contraction last
         quantized = [self._quantize(matrix.contiguous(), self.recipe.weight_block) for matrix in matrices]
-        data = torch.stack([matrix.data for matrix in quantized])
+        codes = torch.stack([matrix.codes for matrix in quantized])
         if self.is_rowwise:
-            return ScaledRows(data, torch.stack([matrix.scale.flatten() for matrix in quantized]))
-        return ScaledRows(data, torch.stack([tile_scales(matrix.scale).flatten() for matrix in quantized]))
+            return ScaledRows(codes, torch.stack([matrix.scale.flatten() for matrix in quantized]))
+        return ScaledRows(codes, torch.stack([tile_scales(matrix.scale).flatten() for matrix in quantized]))
 
     def multiply(self, rows: ScaledRows, weight: ScaledRows) -> Tensor:
         """See GroupedGemm; in bf16."""
-        if rows.data.shape[0] == 0:
-            return rows.data.new_empty(0, weight.data.shape[1], dtype=torch.bfloat16)
-        return self._scaled_grouped_mm(rows, ScaledRows(weight.data.transpose(1, 2), weight.scale))
+        if rows.codes.shape[0] == 0:
+            return rows.codes.new_empty(0, weight.codes.shape[1], dtype=torch.bfloat16)
+        return self._scaled_grouped_mm(rows, ScaledRows(weight.codes.transpose(1, 2), weight.scale))
 
     def weight_gradient(self, grad: ScaledRows | Plain, x: ScaledRows | Plain, out: Tensor) -> None:
         """See GroupedGemm."""
         if isinstance(grad, Plain) or isinstance(x, Plain):
             GroupedMM(self.counts).weight_gradient(grad, x, out)  # type: ignore[arg-type]  # both are plain
             return
-        _write_gradients(lambda: self._scaled_grouped_mm(grad, ScaledRows(x.data.t(), x.scale)), self.counts, out)
+        _write_gradients(lambda: self._scaled_grouped_mm(grad, ScaledRows(x.codes.t(), x.scale)), self.counts, out)
 
     def _scaled_grouped_mm(self, a: ScaledRows, b: ScaledRows) -> Tensor:
         kind = F.ScalingType.RowWise if self.is_rowwise else F.ScalingType.BlockWise1x32
         swizzle = F.SwizzleType.NO_SWIZZLE if self.is_rowwise else F.SwizzleType.SWIZZLE_32_4_4
         return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # not in torch's stubs
-            a.data,
-            b.data,
+            a.codes,
+            b.codes,
             scale_a=a.scale,
             scale_recipe_a=kind,
             scale_b=b.scale,
             scale_recipe_b=kind,
             swizzle_a=swizzle,
             swizzle_b=swizzle,
-            offs=offsets(self.counts, a.data.device),
+            offs=offsets(self.counts, a.codes.device),
             output_dtype=torch.bfloat16,
         )
 

@@ -15,7 +15,7 @@ FORMATS = [E4M3, E5M2, E2M1]
 
 def codes_of(values: Tensor, fmt: FloatFormat, *, stochastic: bool = False) -> Tensor:
     """Return the unpacked codes of values [n], n even."""
-    scaled = values.float().view(1, -1) / (fmt.half_factor if fmt is E2M1 else 1)
+    scaled = values.float().clone().view(1, -1)
     out = torch.empty(1, values.numel() * fmt.bits // 8, dtype=fmt.dtype)
     encode(scaled, fmt, out, stochastic=stochastic)
     if fmt is E2M1:

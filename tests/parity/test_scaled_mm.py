@@ -38,15 +38,15 @@ def operands(is_exact: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def scaled_mm(a: Quantized, b: Quantized) -> Tensor:
     """Return a [m, k] times b [k, n], each with one scale, or one per row of a and column of b: [m, n] fp32."""
-    data = b.data.t().contiguous().t()  # column-major
+    data = b.codes.t().contiguous().t()  # column-major
     is_tensorwise = a.scale.numel() == b.scale.numel() == 1
     scales = [scale.flatten().view(() if is_tensorwise else scale.shape) for scale in (a.scale, b.scale)]
-    return torch._scaled_mm(a.data.contiguous(), data, scales[0], scales[1], out_dtype=torch.float32)
+    return torch._scaled_mm(a.codes.contiguous(), data, scales[0], scales[1], out_dtype=torch.float32)
 
 
 def transpose(matrix: Quantized) -> Quantized:
     """Return the transposed matrix."""
-    return Quantized(matrix.data.t(), matrix.scale.t(), matrix.fmt, matrix.block.t)
+    return Quantized(matrix.codes.t(), matrix.scale.t(), matrix.fmt, matrix.block.t)
 
 
 def pairs(recipe: str, fp8: str, is_exact: bool) -> dict[str, list[tuple[Tensor, Quantized, Quantized, Tensor]]]:
@@ -86,7 +86,7 @@ def test_sums_that_are_exact_are_the_same_bit_for_bit(recipe: str, fp8: str, pro
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_sums_agree_to_their_rounding(recipe: str, fp8: str, product: str) -> None:
     for ours, a, b, _ in pairs(recipe, fp8, False)[product]:
-        left, right = (matrix.data.double() * matrix.scale.double() for matrix in (a, b))
+        left, right = (matrix.codes.double() * matrix.scale.double() for matrix in (a, b))
         exact, magnitude = left @ right, left.abs() @ right.abs()
         # A sum of n products in fp32, u = 2^-24, in any order: each term passes at most n - 1 additions and is rounded
         # as a product; its two factors, code * scale, are rounded once each (or the sum is multiplied by two scales).

@@ -98,7 +98,7 @@ def assert_same_blocks(ours: Quantized, codes: Tensor, scale: Tensor, where: Ten
     assert ours.scale.shape == where.shape
     assert torch.equal(ours.scale[where], scale.reshape(where.shape)[where])
     selected = expand(where, ours.shape)
-    assert torch.equal(bits(ours.data)[selected], bits(codes)[selected])
+    assert torch.equal(bits(ours.codes)[selected], bits(codes)[selected])
 
 
 inputs = st.tuples(
@@ -144,7 +144,7 @@ def test_tensorwise_and_rowwise(ao: types.SimpleNamespace, drawn: tuple) -> None
                     where &= ~is_close_above_power(amax.double() / fmt.max)
                 assert_same_blocks(ours, codes, scale, where)
                 zero = expand(amax == 0, x.shape)
-                assert torch.equal(bits(ours.data)[zero], bits(codes)[zero])
+                assert torch.equal(bits(ours.codes)[zero], bits(codes)[zero])
 
 
 @pytest.mark.parametrize("fmt", FP8, ids=str)
@@ -161,7 +161,7 @@ def test_fp32_scales_of_tiny_blocks(ao: types.SimpleNamespace, fmt: FloatFormat)
     ours = quantize(x, fmt, Block(1, None), "fp32")
     assert torch.equal(scale[1:], scale[:1].expand(4, 1))  # theirs: that of 1e-12
     assert torch.equal(ours.scale[0], scale[0])
-    assert torch.equal(ours.data.float().abs()[:4], torch.full((4, 16), fmt.max))  # ours: the largest code
+    assert torch.equal(ours.codes.float().abs()[:4], torch.full((4, 16), fmt.max))  # ours: the largest code
     assert (codes.float().abs()[1:4] < fmt.max).all()
     theirs = (codes.float() * scale)[1:4]
     assert ((ours.dequantize()[1:4] - x[1:4]).abs() <= (theirs - x[1:4]).abs()).all()
@@ -201,7 +201,7 @@ def test_blockwise(ao: types.SimpleNamespace, drawn: tuple) -> None:
         ours, amax = quantize(x, E4M3, block, "fp32"), block_amax(x, block)
         assert_same_blocks(ours, codes, scale, amax >= EPS * 1.01)  # bf16: its rounding of 1e-12 is the limit
         zero = expand(amax == 0, x.shape)
-        assert torch.equal(bits(ours.data)[zero], bits(codes)[zero])
+        assert torch.equal(bits(ours.codes)[zero], bits(codes)[zero])
 
 
 def test_blocks_that_are_not_finite(ao: types.SimpleNamespace) -> None:
@@ -242,9 +242,9 @@ def test_mxfp8(ao: types.SimpleNamespace, drawn: tuple) -> None:
         assert ((ours_byte - byte)[is_close] <= 1).all()
         where = (byte == ours_byte) & ((byte > 0) | (ratio == 0))
         selected = expand(where, x.shape)
-        assert torch.equal(bits(ours.data)[selected], bits(codes)[selected])
+        assert torch.equal(bits(ours.codes)[selected], bits(codes)[selected])
         for dtype in (torch.float32, torch.bfloat16):
-            theirs = ao.mx.to_dtype(ours.data, ours.scale, fmt.dtype, 32, dtype)
+            theirs = ao.mx.to_dtype(ours.codes, ours.scale, fmt.dtype, 32, dtype)
             assert torch.equal(ours.dequantize(dtype), theirs)
 
 
@@ -269,7 +269,7 @@ def test_mxfp8_at_the_smallest_scale(ao: types.SimpleNamespace) -> None:
     ours = quantize(x, E4M3, Block(1, 32), "e8m0")
     assert bits(scale).item() == bits(ours.scale).item() == 0
     assert not codes.float().any()  # theirs: divided by 1
-    assert torch.equal(ours.data.float(), (x.double() * 2.0**127).to(torch.float8_e4m3fn).float())
+    assert torch.equal(ours.codes.float(), (x.double() * 2.0**127).to(torch.float8_e4m3fn).float())
 
 
 @some
@@ -284,7 +284,7 @@ def test_nvfp4(ao: types.SimpleNamespace, drawn: tuple) -> None:
     ours = quantize(x, E2M1, RECIPES["nvfp4"].block, "e4m3")
     assert torch.equal(ours.tensor_scale, tensor_scale)
     assert torch.equal(bits(ours.scale), bits(scale))
-    assert torch.equal(ours.data, codes)
+    assert torch.equal(ours.codes, codes)
     values = ao.mx_kernels.f4_unpacked_to_f32(ao.mx_kernels.unpack_uint4(codes))
     assert torch.equal(ours.dequantize(), values * expand(scale.float() * tensor_scale, x.shape))
 
@@ -298,7 +298,7 @@ def test_nvfp4_of_a_tiny_tensor_is_finite(ao: types.SimpleNamespace, amax: float
     result = ours.dequantize()
     assert result.isfinite().all()
     assert not result[x == 0].any()
-    assert not ours.data[1:].any()
+    assert not ours.codes[1:].any()
     assert (result - x).abs().max() <= max(amax / 16, 2.0**-127)  # half a step of a code is 1/6 * 1/4, scales 1/16
 
 
@@ -313,7 +313,7 @@ def test_every_fp4_code_and_tie(ao: types.SimpleNamespace) -> None:
     values[:, 0] = 6.0  # so that a block's scale is the same in all
     scale, expected = ao.nvfp4.nvfp4_quantize(values, 16, ao.nvfp4.per_tensor_amax_to_scale(values.amax()))
     ours = quantize(values, E2M1, Block(1, 16), "e4m3")
-    assert torch.equal(ours.data, expected)
+    assert torch.equal(ours.codes, expected)
     assert torch.equal(bits(ours.scale), bits(scale))
 
 
