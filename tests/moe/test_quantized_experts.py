@@ -389,3 +389,105 @@ def test_two_models_with_interleaved_steps_do_not_meet() -> None:
     assert torch.equal(first, alone[0])
     assert torch.equal(second, alone[1])
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("recipe", "fp8"), [kind for kind in ONE_KIND if kind[0] != "nvfp4"])
+def test_unquantized_weight_gradients(recipe: str, fp8: str) -> None:
+    """fp8_wgrad=False: everything else is the same bit by bit, and weight gradients multiply what forward quantized."""
+    results = [run_uneven(build(recipe, fp8, params_dtype=torch.float64, fp8_wgrad=on), recipe) for on in (True, False)]
+    for name in ("output", "tokens", "probs"):
+        assert torch.equal(results[0][name], results[1][name])
+    exact = build(recipe, fp8, params_dtype=torch.float64)
+    exact_input = draw_input(exact.config.hidden_size, LOADS["uneven"], RECIPES[recipe].row_multiple)
+    seen: list[tuple[Tensor, Tensor]] = []
+    original = grouped_gemm.ReferenceGemm.weight_gradient
+
+    def weight_gradient(self: Any, grad: Any, x: Any, out: Tensor) -> None:
+        original(self, grad, x, out)
+        seen.append((grad.values, x.values))
+        for expert, part in self.parts():
+            assert_close(out[expert], grad.values[part].t() @ x.values[part], torch.float64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm.ReferenceGemm, "weight_gradient", weight_gradient)
+        run(
+            build(recipe, fp8, params_dtype=torch.float64, fp8_wgrad=False),
+            exact_input,
+            torch.randn_like(exact_input.tokens),
+        )
+    assert len(seen) == 2
+
+
+def run_uneven(experts: GroupedMLP, recipe: str) -> Results:
+    """Return what the uneven load gives."""
+    expert_input = draw_input(experts.config.hidden_size, LOADS["uneven"], RECIPES[recipe].row_multiple)
+    generator = torch.Generator().manual_seed(2)
+    return run(experts, expert_input, torch.randn(expert_input.tokens.shape, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scale_format"), [("blockwise", "fp32"), ("rowwise", "pow2"), ("tensorwise", "pow2")]
+)
+def test_the_other_scale_format(recipe: str, scale_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *blocks = quantized_reference.BLOCKS[recipe]
+    monkeypatch.setitem(quantized_reference.BLOCKS, recipe, (scale_format, *blocks))
+    experts = build(recipe, "hybrid", params_dtype=torch.float64, fp8_scale_format=scale_format)
+    expert_input = draw_input(experts.config.hidden_size, LOADS["uneven"], RECIPES[recipe].row_multiple)
+    grad = torch.randn(expert_input.tokens.shape, dtype=torch.float64)
+    actual = run(experts, expert_input, grad)
+    wanted = expected(experts, expert_input, grad, recipe, "hybrid", partial(reference.activation, "silu"))
+    for name, value in wanted.items():
+        assert_close(actual[name], value, torch.float64, what=name)
+
+
+@pytest.mark.usefixtures("_dirty_memory")
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("gated", "biases"), [(True, True), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_backend_equals_the_reference_backend(
+    dtype: torch.dtype, gated: bool, biases: bool, load: str
+) -> None:
+    """torch.nn.functional.grouped_mm runs on CPU tensors too; probs do not sum to 1, rows feed several experts."""
+    fields = {"hidden_size": 48, "moe_ffn_hidden_size": 80, "num_moe_experts": EXPERTS, "init_method_std": 0.2}
+    fields |= {"params_dtype": dtype, "gated_linear_unit": gated, "add_bias_linear": biases}
+    torch.manual_seed(0)
+    reference_experts = GroupedMLP(MoEConfig(**fields))
+    for name, parameter in reference_experts.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    torch_experts = GroupedMLP(MoEConfig(**fields, moe_expert_backend="torch"))
+    assert torch_experts.state_dict().keys() == reference_experts.state_dict().keys()
+    torch_experts.load_state_dict(reference_experts.state_dict())
+    expert_input = draw_input(48, LOADS[load], 1, dtype)
+    grad = torch.randn(expert_input.tokens.shape)
+    wanted, actual = run(reference_experts, expert_input, grad), run(torch_experts, expert_input, grad)
+    for name, value in wanted.items():
+        assert_close(actual[name], value, dtype, what=name)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "name"), [(46, 80, "hidden size of the experts"), (48, 81, "ffn_hidden_size")]
+)
+def test_the_torch_backend_refuses_widths_of_odd_bytes(hidden: int, ffn: int, name: str) -> None:
+    fields = {"hidden_size": hidden, "moe_ffn_hidden_size": ffn, "num_moe_experts": EXPERTS}
+    with pytest.raises(ValueError, match=rf"{name}.*must be divisible by 8 for moe_expert_backend 'torch' in torch.bf"):
+        GroupedMLP(MoEConfig(**fields, moe_expert_backend="torch", params_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "GEMMs torch.float32 by torch.mm"),
+        ({"fp8": "hybrid"}, "GEMMs delayed hybrid, rounded exactly and multiplied in fp32"),
+        ({"fp4": "e2m1"}, "GEMMs nvfp4 e2m1, rounded exactly"),
+        ({"moe_expert_backend": "torch"}, "by torch.nn.functional.grouped_mm"),
+        (
+            {"moe_expert_backend": "torch", "fp8": "e4m3", "fp8_recipe": "mxfp8"},
+            "mxfp8 e4m3 by torch.nn.functional.scaled_gr",
+        ),
+    ],
+)
+def test_a_layer_says_what_multiplies(fields: dict[str, Any], shown: str) -> None:
+    layer = MoELayer(MoEConfig(hidden_size=64, num_moe_experts=4, moe_ffn_hidden_size=64, **fields))
+    assert shown in layer.describe()
+    assert ("padding     off" in layer.describe()) == (not any(name.startswith("fp") for name in fields))
