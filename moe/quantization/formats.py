@@ -76,7 +76,7 @@ def _encode_e2m1(values: Tensor, out: Tensor, *, stochastic: bool) -> None:
     bits.
     """
     smallest, largest = 1 / E2M1.half_factor, E2M1.max / E2M1.half_factor
-    signs = torch.signbit(values).view(torch.uint8)
+    signs = values.view(torch.int32).bitwise_right_shift(28).to(torch.uint8).bitwise_and_(8)  # bit 3 of a code
     magnitudes = values.abs_().mul_(1 / E2M1.half_factor).clamp_(max=largest)
     # Codes in [p, 2p), p a power of two, are p/2 apart; below the smallest normal number as far as above it.
     power = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32).clamp_(min=smallest)
@@ -87,8 +87,8 @@ def _encode_e2m1(values: Tensor, out: Tensor, *, stochastic: bool) -> None:
         rounder = power.mul_(_ROUNDER)
         magnitudes.add_(rounder).sub_(rounder)
     codes = magnitudes.to(torch.float16).view(torch.int16).bitwise_right_shift_(9).to(torch.uint8)
-    codes = codes.bitwise_and_(7).bitwise_or_(signs.bitwise_left_shift_(3)).view(out.shape[0], -1, 2)
-    torch.bitwise_or(codes[..., 0], codes[..., 1].bitwise_left_shift(4), out=out)
+    pairs = codes.bitwise_and_(7).bitwise_or_(signs).view(torch.int16)  # the second code lies in the upper byte
+    out.copy_(pairs.bitwise_or_(pairs.bitwise_right_shift(4)))
 
 
 def decode_half(codes: Tensor, fmt: FloatFormat) -> Tensor:
@@ -104,11 +104,7 @@ def decode_half(codes: Tensor, fmt: FloatFormat) -> Tensor:
     if fmt is E5M2:
         return codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16)
     wide = codes.to(torch.int16)
-    bits = torch.empty(*codes.shape, 2, dtype=torch.int16, device=codes.device)
-    for place, code in enumerate((wide, wide.bitwise_right_shift(4))):  # s ee m -> s 000ee m 000000000
-        torch.bitwise_or(
-            code.bitwise_and(7).bitwise_left_shift_(9),
-            code.bitwise_and(8).bitwise_left_shift_(12),
-            out=bits[..., place],
-        )
-    return bits.view(codes.shape[0], -1).view(torch.float16)
+    pairs = wide.bitwise_or_(wide.bitwise_left_shift(4)).bitwise_and_(0x0F0F)  # two codes, a byte each
+    bits = pairs.view(torch.uint8).to(torch.int16)  # 0000 seem -> s 000ee m 000000000
+    sign = bits.bitwise_and(8).bitwise_left_shift_(12)
+    return bits.bitwise_and_(7).bitwise_left_shift_(9).bitwise_or_(sign).view(torch.float16)

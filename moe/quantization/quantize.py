@@ -90,16 +90,16 @@ class Quantized:
         """Return the matrix [m, n], rounded to dtype once; fp32 and fp64 hold code * scale as fp32 does."""
         shape = self.shape
         out = torch.empty(shape, dtype=dtype, device=self.codes.device) if out is None else out
-        scale, factor = self.scale_fp32(), self.fmt.half_factor
+        scale = self.scale_fp32()
+        # The scale takes the factor as far as it fits: it may be 2^120, and 2^128 is more than an fp32 holds.
+        late = {E4M3: 2.0, E2M1: self.fmt.half_factor}.get(self.fmt, 1.0)
+        scale = scale * (self.fmt.half_factor / late)
         for rows, blocks in _row_chunks(shape, self.block, out.device):
             values = decode_half(self.codes[rows], self.fmt)
-            # The scale takes the factor as far as it fits: a scale may be 2^120, and 2^128 is more than an fp32 holds.
-            if self.fmt is E2M1:
-                values, factor = values.float().mul_(self.fmt.half_factor), 1.0
-            elif self.fmt is E4M3:
-                values, factor = values.mul_(2.0), self.fmt.half_factor / 2
             target = out[rows] if out.dtype == torch.float32 else torch.empty(values.shape, device=out.device)
-            _multiply(values, scale[blocks] * factor, self.block, out=target)
+            _multiply(values, scale[blocks], self.block, out=target)
+            if late != 1.0:
+                target.mul_(late)
             if target.dtype != out.dtype:
                 out[rows].copy_(target)
         return out
@@ -172,15 +172,22 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     num_rows, num_cols = x.shape
     block_rows, block_cols = block.sizes(x.shape)
     parts = []
+    scratch: Tensor | None = None  # in fp32, for all chunks
     for rows, _ in _row_chunks(x.shape, block, x.device):
-        magnitudes = x[rows].abs().float()
+        if scratch is None:
+            scratch = torch.empty(x[rows].shape, device=x.device)
+        magnitudes = scratch[: rows.stop - rows.start]
+        if x.dtype == torch.float32:
+            torch.abs(x[rows], out=magnitudes)
+        else:
+            magnitudes.copy_(x[rows]).abs_()
         if block_cols > 1:
             magnitudes = _amax_of_runs(magnitudes, block_cols)
         if block.rows is None:
             magnitudes = magnitudes.amax(0, keepdim=True)
         elif block_rows > 1:
             magnitudes = magnitudes.view(-1, block_rows, magnitudes.shape[1]).amax(1)
-        parts.append(magnitudes)
+        parts.append(magnitudes.clone() if magnitudes.data_ptr() == scratch.data_ptr() else magnitudes)
     if not parts or num_cols == 0:
         blocks_of_rows = 1 if block.rows is None else num_rows // block_rows
         return x.new_zeros(blocks_of_rows, 1 if block.cols is None else num_cols // block_cols, dtype=torch.float32)
