@@ -175,7 +175,7 @@ def main() -> None:
     hidden, ffn = (128, 128) if args.tiny else (1024, 704 // 128 * 128)
     report = "\n".join(
         [
-            f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}."
+            f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}."
             f" `python benchmarks/quantization.py{' --tiny' if args.tiny else ''}`",
             f"\n## Quantizers, {shape[0]} x {shape[1]} fp32, {rounds} rounds\n",
             markdown([*columns, "both / copy", "both / warm copy", "relative error"], quantizers),

@@ -191,6 +191,11 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
         QuantizationConfig.__post_init__(self)
         if self.quantization is not None:
             self._check_quantized_sizes(self.quantization)
+        if self.moe_deterministic and self.moe_expert_backend != "reference":
+            raise ValueError(
+                f"moe_deterministic (True) is not available with moe_expert_backend ({self.moe_expert_backend!r}), whose"
+                " products round differently for other numbers of rows; use 'reference'."
+            )
         if self.has_static_shapes:
             for name, off in (("moe_dispatch_num_chunks", 1), ("moe_deterministic", False)):
                 if getattr(self, name) != off:
