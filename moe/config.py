@@ -80,9 +80,7 @@ class QuantizationConfig:
     fp4_recipe: Literal["nvfp4"] = "nvfp4"  # see the table of recipes
     activation_func_fp8_input_store: bool = False  # keep the activation's input in FP8 until backward
     moe_router_padding_for_quantization: bool = False  # pad the routing map to the recipe's row multiple
-    moe_permute_fusion: bool = (
-        False  # pad the map by one Triton kernel on GPUs; permuting is an index here, never a copy
-    )
+    moe_permute_fusion: bool = False  # pad the map by a Triton kernel on GPUs; permuting is an index anyway
     moe_expert_backend: Literal["reference", "torch", "te"] = "reference"  # who multiplies: see the table of backends
 
     def __post_init__(self) -> None:
@@ -193,8 +191,8 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
             self._check_quantized_sizes(self.quantization)
         if self.moe_deterministic and self.moe_expert_backend != "reference":
             raise ValueError(
-                f"moe_deterministic (True) is not available with moe_expert_backend ({self.moe_expert_backend!r}), whose"
-                " products round differently for other numbers of rows; use 'reference'."
+                f"moe_deterministic (True) is not available with moe_expert_backend ({self.moe_expert_backend!r}),"
+                " whose products round differently for other numbers of rows; use 'reference'."
             )
         if self.has_static_shapes:
             for name, off in (("moe_dispatch_num_chunks", 1), ("moe_deterministic", False)):
