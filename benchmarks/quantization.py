@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe import GroupedMLP, MoEConfig, pad_routing_map
 from moe.quantization.quantize import Quantized, quantize
-from moe.quantization.recipes import RECIPES, QuantizationRecipe
+from moe.quantization.recipes import RECIPES
 
 SHAPE = (4096, 1024)
 LIMIT = 6.0  # times a copy
@@ -137,26 +137,6 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def recipe_table() -> str:
-    """Return the table of recipes as Markdown."""
-    header = ["recipe", "inputs and gradients", "weights", "scales", "rows", "widths", "torch", "Transformer Engine"]
-    return markdown(header, [recipe_row(name, recipe) for name, recipe in RECIPES.items()])
-
-
-def recipe_row(name: str, recipe: QuantizationRecipe) -> list[str]:
-    """Return a recipe's row: formats, blocks (other dimension x contraction), scale format, multiples, hardware."""
-    formats = "E2M1" if recipe.bits == 4 else "E4M3"
-    gradients = "stochastic rounding" if recipe.bits == 4 else "hybrid: gradients in E5M2"
-    torch_hardware = "" if recipe.torch_capability is None else f"sm{10 * recipe.torch_capability}"
-    te_hardware = "" if recipe.te_capability is None else "sm{}{}+ `{}`".format(*recipe.te_capability, recipe.te_name)
-    blocks = f"{formats}, {recipe.block}; {gradients}"
-    multiples = [str(recipe.row_multiple), str(recipe.width_multiple)]
-    history = ", from earlier steps" if recipe.has_history else ""
-    scales = {"e4m3": "E4M3 under an fp32 scale of the tensor", "e8m0": "E8M0", "pow2": "powers of two in fp32"}
-    scale = scales.get(recipe.scale_format, recipe.scale_format) + history
-    return [f"**{name}**", blocks, str(recipe.weight_block), scale, *multiples, torch_hardware, te_hardware]
 
 
 def main() -> None:

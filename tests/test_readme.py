@@ -11,6 +11,7 @@ import pytest
 
 from moe import MoEConfig, TransformerConfig
 from moe.arguments import field_comments, flag_of
+from moe.quantization.recipes import RECIPES
 from router.config import BALANCING_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,26 @@ def option_row(config_class, field):
     if choices := choices_of(typing.get_type_hints(config_class)[field.name], field.name):
         meaning += f" ({', '.join(choices)})"
     return f"| `{field.name}` | {flag} | {default} | {meaning} |"
+
+
+def recipe_row(name, recipe):
+    """Return the line of the table of recipes that describes one."""
+    formats, bits = (
+        "E2M1" if recipe.bits == 4 else "E4M3",
+        "stochastic rounding" if recipe.bits == 4 else "hybrid: E5M2",
+    )
+    scales = {"e4m3": "E4M3 under an fp32 scale of the tensor", "e8m0": "E8M0", "pow2": "fp32, powers of two"}
+    scale = scales.get(recipe.scale_format, "fp32") + (", of earlier steps" if recipe.has_history else "")
+    torch_hardware = "-" if recipe.torch_capability is None else f"sm{10 * recipe.torch_capability}"
+    te_hardware = "-" if recipe.te_capability is None else "sm{}{}+".format(*recipe.te_capability)
+    cells = [f"**{name}**", formats, bits, recipe.block, recipe.weight_block, scale, recipe.row_multiple]
+    cells += [recipe.width_multiple, torch_hardware, te_hardware]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_the_table_of_recipes_is_the_code_s():
+    missing = [row for row in (recipe_row(name, recipe) for name, recipe in RECIPES.items()) if row not in README]
+    assert not missing, "README.md lacks these rows:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("config_class", [MoEConfig, TransformerConfig])
