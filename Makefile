@@ -65,8 +65,8 @@ test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torcha
 test-slow: $(STAMP) ## Run the tests marked slow.
 	$(PYTEST) -m "slow and not gpu"
 
-gpu: $(STAMP) ## Run the tests that need a CUDA device.
-	$(PYTEST) -m gpu tests/gpu
+gpu: $(if $(GPU_PYTHON),,$(STAMP)) ## Run the tests and benchmarks that need a CUDA device, and write a report.
+	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu_report.py
 
 wheel: $(STAMP) ## Build a wheel and use it in a fresh environment with torch and einops alone.
 	rm -rf build dist .venv-wheel
@@ -80,6 +80,8 @@ benchmark-smoke: $(STAMP) ## Run the benchmarks at a tiny size.
 	$(BIN)/python benchmarks/layer.py --tiny
 	$(BIN)/python benchmarks/router_fusion.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/communication.py --tiny
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantization.py --tiny
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantized_training.py --tiny --output-dir build/quantized
 
 clean: ## Remove what builds and checks left; environments and runs stay.
 	rm -rf build dist .venv-wheel *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
