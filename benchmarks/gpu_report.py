@@ -3,8 +3,8 @@
     make gpu                                        # in the project's environment
     make gpu GPU_PYTHON=python3                     # in one that is there already, with torch, einops and pytest
 
-The report goes to benchmarks/results/gpu_CARD_DATE.md. Times are medians over rounds by CUDA events, all backends in turn
-in every round; TFLOP/s count the six products of forward and backward alone.
+The report goes to benchmarks/results/gpu_CARD_DATE.md. Times are medians over rounds by CUDA events, all backends in
+turn in every round; TFLOP/s count the six products of forward and backward alone.
 """
 
 from __future__ import annotations
