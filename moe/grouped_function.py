@@ -81,7 +81,7 @@ class _GroupedExpertMLP(torch.autograd.Function):
         operands: WeightOperands,
         stores_fp8: bool,
     ) -> Tensor:
-        rows = _Rows(slots, tokens.shape[0])
+        rows = Rows(slots, tokens.shape[0])
         x = rows.gather(tokens)  # [R, H] -> [M, H]
         by_rows = gemm.by_rows(x, FC1, "input")
         kept_columns = None
@@ -90,12 +90,12 @@ class _GroupedExpertMLP(torch.autograd.Function):
         first = gemm.multiply(by_rows, operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=False))
         first = first.to(tokens.dtype).view(-1, *fc1_weight.shape[1:3])  # [M, G, F]
         if fc1_bias is not None:
-            _add_per_expert(first, fc1_bias, slots.counts)
+            add_per_expert(first, fc1_bias, slots.counts)
         hidden = _hidden(activation, first, probs, tokens.dtype)  # [M, F]
         fc2 = operands.get(gemm, fc2_weight, FC2, is_transposed=False)
         y = gemm.multiply(gemm.by_rows(hidden, FC2, "input"), fc2).to(sum_dtype(tokens.dtype))  # [M, H]
         if fc2_bias is not None:
-            _add_per_expert(y, fc2_bias, slots.counts, probs)
+            add_per_expert(y, fc2_bias, slots.counts, probs)
         out = rows.add(y)  # [M, H] -> [R, H]
         stored = store_activation(first, stores_fp8)
         x_tensors = (tokens,) if kept_columns is None else kept_columns.tensors
@@ -114,7 +114,7 @@ class _GroupedExpertMLP(torch.autograd.Function):
         row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *saved = ctx.saved_tensors
         stored, x_tensors = saved[: ctx.num_stored], saved[ctx.num_stored :]
         slots, gemm, needs = replace(ctx.slots, row_ids=row_ids), ctx.gemm, ctx.needs_input_grad
-        rows = _Rows(slots, ctx.num_rows)
+        rows = Rows(slots, ctx.num_rows)
         dy = rows.gather(grad.to(ctx.dtype))  # [R, H] -> [M, H]
         dy_rows, dy_columns = gemm.both(dy, FC2, "gradient")
         fc2 = ctx.operands.get(gemm, fc2_weight, FC2, is_transposed=True)
@@ -127,11 +127,11 @@ class _GroupedExpertMLP(torch.autograd.Function):
         if grads[1] is not None:
             gemm.weight_gradient(dy_columns, gemm.by_columns(hidden.to(ctx.dtype), FC2, "input"), grads[1])
         if grads[2] is not None:
-            _sum_per_expert(dfirst, slots.counts, grads[2])
+            sum_per_expert(dfirst, slots.counts, grads[2])
         if grads[3] is not None:
-            _sum_per_expert(dy.to(first.dtype) * weights.unsqueeze(-1), slots.counts, grads[3])
+            sum_per_expert(dy.to(first.dtype) * weights.unsqueeze(-1), slots.counts, grads[3])
         if fc2_bias is not None and dp is not None:
-            dp = dp + _dot_per_expert(dy.to(first.dtype), fc2_bias, slots.counts)
+            dp = dp + dot_per_expert(dy.to(first.dtype), fc2_bias, slots.counts)
         dfirst_rows, dfirst_columns = gemm.both(dfirst.flatten(1).to(ctx.dtype), FC1, "gradient")  # [M, G * F]
         if grads[0] is not None:
             if ctx.kept_columns is None:
@@ -147,7 +147,7 @@ class _GroupedExpertMLP(torch.autograd.Function):
         return grad_tokens, None if dp is None else dp.to(probs.dtype), *grads, None, None, None, None, None
 
 
-class _Rows:
+class Rows:
     """Reads the row of every slot, and adds results up by row."""
 
     def __init__(self, slots: Slots, num_rows: int) -> None:
@@ -198,7 +198,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.itemsize == 1 else parameter.dtype
 
 
-def _add_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> None:
+def add_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> None:
     """Add each expert's bias, times the prob of the slot, to the values [M, ...] of its slots."""
     for bias, part, p in zip(biases, values.split(counts), _parts_of(probs, counts), strict=True):
         if p is None:
@@ -212,12 +212,12 @@ def _parts_of(probs: Tensor | None, counts: tuple[int, ...]) -> tuple[Tensor | N
     return (None,) * len(counts) if probs is None else probs.split(counts)
 
 
-def _sum_per_expert(values: Tensor, counts: tuple[int, ...], out: Tensor) -> None:
+def sum_per_expert(values: Tensor, counts: tuple[int, ...], out: Tensor) -> None:
     """Write the sum of each expert's values [M, ...] to out [L, ...]."""
     for expert, part in enumerate(values.split(counts)):
         out[expert] = part.sum(0)
 
 
-def _dot_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...]) -> Tensor:
+def dot_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Return each slot's values [M, H] times its expert's bias: [M]."""
     return torch.cat([part @ bias.to(part.dtype) for bias, part in zip(biases, values.split(counts), strict=True)])

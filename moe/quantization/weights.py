@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from moe.quantization.grouped_gemm import GroupedGemm, PerExpert
@@ -47,11 +48,7 @@ class WeightOperands:
         if key not in self._kept:
             self._kept[key] = version, gemm.weight(weight, linear, is_transposed=is_transposed)
         kept_version, operand = self._kept[key]
-        if kept_version != version:
-            raise RuntimeError(
-                f"the weight of linear_fc{linear + 1} was changed in place (version {kept_version} -> {version}) while"
-                " its quantized form is kept: leave keep_quantized_weights before optimizer.step() or loading."
-            )
+        _check_version(linear, kept_version, version)
         return operand
 
     def pass_on(self, grad: Tensor | None, linear: int) -> Tensor | None:
@@ -61,6 +58,23 @@ class WeightOperands:
         self.primary[linear].add_gradient(grad)
         return None
 
+    def is_first_use(self, weight: Tensor, linear: int) -> bool | None:
+        """Return whether a backend that keeps the quantized weight itself must make it now; None: it must not keep it.
+
+        It is made anew where gradients are recorded after they were not, and the other way round: what is made without
+        them may lack what backward multiplies.
+
+        Raises:
+            RuntimeError: the weight was changed in place since it was kept.
+        """
+        if self._kept is None:
+            return None
+        key, now = (linear, False), (weight._version, torch.is_grad_enabled())
+        version, has_gradients = self._kept.get(key, (now[0], None))
+        _check_version(linear, version, now[0])
+        self._kept[key] = now
+        return has_gradients != now[1]
+
     def open(self) -> None:
         """Begin to keep."""
         self._kept = {}
@@ -68,6 +82,15 @@ class WeightOperands:
     def close(self) -> None:
         """Drop what is kept."""
         self._kept = None
+
+
+def _check_version(linear: int, kept: int, version: int) -> None:
+    """Raise RuntimeError unless a weight is as it was when it was kept."""
+    if kept != version:
+        raise RuntimeError(
+            f"the weight of linear_fc{linear + 1} was changed in place (version {kept} -> {version}) while its"
+            " quantized form is kept: leave keep_quantized_weights before optimizer.step() or loading."
+        )
 
 
 @contextmanager
