@@ -153,7 +153,11 @@ class GroupedMLP(nn.Module):
                 f" expert ({self.num_local_experts})."
             )
         if self.config.moe_router_padding_for_quantization:
-            expert_input = _padding_last(expert_input)
+            is_padding = expert_input.probs == 0  # what a padded map added; it reads nothing, as slot padding does
+            row_ids = expert_input.row_ids.masked_fill(is_padding, -1)
+            expert_input = replace(expert_input, row_ids=row_ids, has_padding=True)
+            if self.config.quantization is not None:
+                expert_input = _padding_last(expert_input)
         slots = Slots(
             expert_input.tokens_per_expert_list,
             expert_input.row_ids,
@@ -195,18 +199,12 @@ class GroupedMLP(nn.Module):
 
 
 def _padding_last(expert_input: ExpertInput) -> ExpertInput:
-    """Make the slots that a padded routing map added what slot padding adds: -1, behind each expert's other slots.
-
-    They are the slots with prob 0. So what an expert computes, and the blocks into which its slots are cut, do not
-    depend on how they were padded.
-    """
-    counts, probs = expert_input.tokens_per_expert, expert_input.probs
+    """Bring padding behind each expert's other slots, so that blocks with one scale do not depend on where it lay."""
+    counts, row_ids, probs = expert_input.tokens_per_expert, expert_input.row_ids, expert_input.probs
     experts = torch.arange(counts.shape[0], device=counts.device)
     expert_of = experts.repeat_interleave(counts, output_size=probs.shape[0])  # [M]
-    is_padding = probs == 0
-    order = (2 * expert_of + is_padding).argsort(stable=True)
-    row_ids = expert_input.row_ids.masked_fill(is_padding, -1).index_select(0, order)
-    return replace(expert_input, row_ids=row_ids, probs=probs.index_select(0, order), has_padding=True)
+    order = (2 * expert_of + (row_ids < 0)).argsort(stable=True)
+    return replace(expert_input, row_ids=row_ids.index_select(0, order), probs=probs.index_select(0, order))
 
 
 def _check_quantized_slice(config: MoEConfig, recipe: QuantizationRecipe, etp_size: int) -> None:

@@ -101,6 +101,11 @@ class TorchExperts(GroupedExperts):
 
     def __init__(self, config: MoEConfig, experts: GroupedMLP) -> None:
         super().__init__(config, experts)
+        if config.params_dtype == torch.float64:
+            raise ValueError(
+                "params_dtype (torch.float64) must be torch.bfloat16, torch.float16 or torch.float32 for"
+                " moe_expert_backend 'torch'; or use 'reference'."
+            )
         weight = experts.linear_fc2.weight
         local = weight.to_local() if hasattr(weight, "to_local") else weight
         widths = {"hidden size of the experts": local.shape[1], "moe_ffn_hidden_size of a rank": local.shape[2]}

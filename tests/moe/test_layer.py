@@ -246,8 +246,7 @@ def test_state_dict_has_the_public_names_and_loads_strictly() -> None:
 def test_saved_bytes(fusion: bool, num_positions: int, padding: dict) -> None:
     """The experts' T H size + M G F size + 12 M, the dispatcher's 8 M' and the router's small ones.
 
-    size is 4 bytes (fp32); M' counts the slots before slot padding, which adds 12 M' for their new places. A padded map
-    adds 8 M for the order that brings its padding behind the other slots. The fused
+    size is 4 bytes (fp32); M' counts the slots before slot padding, which adds 12 M' for their new places. The fused
     router keeps the map (T E) and the chosen logits (4 T K); unfused, dense values (4 T E), weights and ids (12 T K).
     """
     layer, hidden_states = build(moe_router_fusion=fusion, **padding), draw(num_positions, torch.float32)
@@ -265,7 +264,7 @@ def test_saved_bytes(fusion: bool, num_positions: int, padding: dict) -> None:
     actual = sum(t.untyped_storage().nbytes() for pointer, t in storages.items() if pointer not in parameters)
     tokens, slots = hidden_states[..., 0].numel(), inputs[0].row_ids.numel()
     real_slots = int((inputs[0].row_ids >= 0).sum())
-    experts = 4 * tokens * HIDDEN + slots * (2 * FFN * 4 + 12 + (8 if padding else 0))
+    experts = 4 * tokens * HIDDEN + slots * (2 * FFN * 4 + 12)
     dispatcher = real_slots * (8 + 12 if inputs[0].has_padding else 8)
     router = tokens * (EXPERTS + 4 * TOPK) if fusion else tokens * (4 * EXPERTS + 12 * TOPK)
     assert actual <= experts + dispatcher + router

@@ -470,6 +470,8 @@ def test_the_torch_backend_equals_the_reference_backend(
 )
 def test_the_torch_backend_refuses_widths_of_odd_bytes(hidden: int, ffn: int, name: str) -> None:
     fields = {"hidden_size": hidden, "moe_ffn_hidden_size": ffn, "num_moe_experts": EXPERTS}
+    with pytest.raises(ValueError, match=r"params_dtype \(torch.float64\).*'torch'"):
+        GroupedMLP(MoEConfig(**fields, moe_expert_backend="torch", params_dtype=torch.float64))
     with pytest.raises(ValueError, match=rf"{name}.*must be divisible by 8 for moe_expert_backend 'torch' in torch.bf"):
         GroupedMLP(MoEConfig(**fields, moe_expert_backend="torch", params_dtype=torch.bfloat16))
 
