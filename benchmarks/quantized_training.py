@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ["--bf16", "--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--num-experts", "8"]
-MODEL += ["--moe-router-topk", "2", "--moe-ffn-hidden-size", "256", "--seq-length", "256", "--micro-batch-size", "4"]
-MODEL += ["--lr", "4e-3", "--lr-warmup-iters", "20", "--sample-bytes", "0"]
+MODEL = ["--bf16", "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--num-experts", "8"]
+MODEL += ["--moe-router-topk", "2", "--moe-ffn-hidden-size", "256", "--seq-length", "128", "--micro-batch-size", "8"]
+MODEL += ["--lr", "1e-3", "--lr-warmup-iters", "30", "--sample-bytes", "0"]
 DELAYED = ["--fp8-recipe", "delayed", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"]
 RUNS = {
     "bf16": [],
@@ -43,7 +43,7 @@ def train(name: str, folder: Path, steps: int, eval_iters: int) -> list[dict]:
     """Run one training unless its log is complete, and return its records."""
     log = folder / "metrics.jsonl"
     if not log.exists() or len(read(log)) < steps:
-        flags = ["--train-iters", str(steps), "--eval-interval", "25", "--eval-iters", str(eval_iters)]
+        flags = ["--train-iters", str(steps), "--eval-interval", "50", "--eval-iters", str(eval_iters)]
         command = [sys.executable, str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL, *flags, *RUNS[name]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run([*command, "--output-dir", str(folder)], check=True, env=environment)
