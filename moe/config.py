@@ -12,6 +12,7 @@ from moe.presets import preset_fields
 from moe.quantization.recipes import FP4_RECIPES, FP8_RECIPES, RECIPES, QuantizationRecipe
 from router.config import RouterConfig, check_choice, check_positive
 
+MAX_MARGIN = 8  # powers of two; with more, most values of E4M3 would round to 0
 FP8RecipeName = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 Config = TypeVar("Config", bound="MoEConfig")
 
@@ -93,8 +94,8 @@ class QuantizationConfig:
         check_choice(self, "fp4_recipe", FP4_RECIPES)
         check_choice(self, "moe_expert_backend", ("reference", "torch", "te"))
         check_positive(self, "fp8_amax_history_len")
-        if type(self.fp8_margin) is not int or self.fp8_margin < 0:
-            raise ValueError(f"fp8_margin ({self.fp8_margin!r}) must be an int, at least 0.")
+        if type(self.fp8_margin) is not int or not 0 <= self.fp8_margin <= MAX_MARGIN:
+            raise ValueError(f"fp8_margin ({self.fp8_margin!r}) must be an int from 0 to {MAX_MARGIN}.")
         if self.fp8 is not None and self.fp4 is not None:
             raise ValueError(f"fp8 ({self.fp8!r}) and fp4 ({self.fp4!r}) exclude each other; leave one out.")
         self._check_effect()

@@ -219,7 +219,8 @@ class _WeightGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.deferred.compute(ctx.needs_input_grad[:4]), None
+        with no_autocast(grad.device):
+            return *ctx.deferred.compute(ctx.needs_input_grad[:4]), None
 
 
 class _WeightSums:
@@ -316,6 +317,12 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with no_autocast(grad.device):
+            return _ExpertMLP.differentiate(ctx, grad)
+
+    @staticmethod
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of forward."""
         tokens, row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *stored = ctx.saved_tensors
         fc1_output = load_activation(ctx.stored.with_tensors(*stored), tokens.dtype)  # [M, G, F]
         slots, deferred = replace(ctx.slots, row_ids=row_ids), ctx.deferred

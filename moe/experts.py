@@ -66,11 +66,11 @@ class GroupedMLP(nn.Module):
         num_local, num_inputs = self.num_local_experts, self.activation.num_inputs
         self.linear_fc1 = self._linear((num_local, num_inputs, ffn // etp_size, hidden), etp_dim=2)
         self.linear_fc2 = self._linear((num_local, hidden, ffn // etp_size), etp_dim=2)
-        self.reset_parameters()
         history = config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_margin
         has_history = config.quantization is not None and config.quantization.has_history
         self.delayed_scaling = DelayedScaling(num_local, groups, *history) if has_history else None
         linears = (self.linear_fc1, self.linear_fc2)
+        self.reset_parameters()
         self.operands = WeightOperands([linear for linear in linears if isinstance(linear, QuantizedExpertLinear)])
         self.backend = build_backend(config, self)
 
@@ -100,6 +100,8 @@ class GroupedMLP(nn.Module):
         seed = int(torch.randint(1 << 40, (), device="cpu"))  # sync: one number on the host, at construction
         if self.linear_fc1.weight.is_meta:
             return
+        if self.delayed_scaling is not None:
+            self.delayed_scaling.reset()
         for offset, linear in enumerate((self.linear_fc1, self.linear_fc2)):
             weight, f_dim = linear.local_weight(), 1  # one expert: [G, F, H] or [H, F]
             whole = list(weight.shape[1:])

@@ -111,6 +111,12 @@ class _GroupedExpertMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with no_autocast(grad.device):
+            return _GroupedExpertMLP.differentiate(ctx, grad)
+
+    @staticmethod
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of forward."""
         row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *saved = ctx.saved_tensors
         stored, x_tensors = saved[: ctx.num_stored], saved[ctx.num_stored :]
         slots, gemm, needs = replace(ctx.slots, row_ids=row_ids), ctx.gemm, ctx.needs_input_grad

@@ -69,6 +69,12 @@ class DelayedScaling(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget everything."""
+        for buffer in self.buffers():
+            local_tensor(buffer).zero_()
+
     def amax_of(self, expert: int, linear: int, operand: Operand) -> Tensor:
         """Return the largest magnitude [] fp32 that a tensor is scaled for; 0 where nothing was seen."""
         return local_tensor(self.scale)[expert, linear * len(OPERANDS) + OPERANDS.index(operand)] * 2.0**self.margin

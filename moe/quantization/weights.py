@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -32,7 +33,11 @@ class WeightOperands:
 
     def __init__(self, primary: Sequence[PrimaryLinear] = ()) -> None:
         self.primary = primary  # by linear, if weights are stored quantized
-        self._kept: dict[tuple[int, bool], tuple[int, Any]] | None = None
+        self._kept: dict[tuple[int, bool], tuple[tuple[int, int], Any]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightOperands:
+        """Copy without what is kept: the copy's weights are others."""
+        return WeightOperands(copy.deepcopy(self.primary, memo))
 
     def get(self, gemm: GroupedGemm, weight: Tensor, linear: int, *, is_transposed: bool) -> Any:
         """Return what gemm.weight returns, or what is kept of it.
@@ -44,7 +49,7 @@ class WeightOperands:
             return PerExpert(self.primary[linear].matrices(), is_transposed)
         if self._kept is None:
             return gemm.weight(weight, linear, is_transposed=is_transposed)
-        key, version = (linear, is_transposed), weight._version
+        key, version = (linear, is_transposed), _identity(weight)
         if key not in self._kept:
             self._kept[key] = version, gemm.weight(weight, linear, is_transposed=is_transposed)
         kept_version, operand = self._kept[key]
@@ -69,7 +74,7 @@ class WeightOperands:
         """
         if self._kept is None:
             return None
-        key, now = (linear, False), (weight._version, torch.is_grad_enabled())
+        key, now = (linear, False), (_identity(weight), torch.is_grad_enabled())
         version, has_gradients = self._kept.get(key, (now[0], None))
         _check_version(linear, version, now[0])
         self._kept[key] = now
@@ -84,12 +89,18 @@ class WeightOperands:
         self._kept = None
 
 
-def _check_version(linear: int, kept: int, version: int) -> None:
+def _identity(weight: Tensor) -> tuple[int, int]:
+    """Return what changes when a weight is replaced or changed in place."""
+    return weight.data_ptr(), weight._version
+
+
+def _check_version(linear: int, kept: tuple[int, int], now: tuple[int, int]) -> None:
     """Raise RuntimeError unless a weight is as it was when it was kept."""
-    if kept != version:
+    if kept != now:
+        how = "replaced" if kept[0] != now[0] else f"changed in place (version {kept[1]} -> {now[1]})"
         raise RuntimeError(
-            f"the weight of linear_fc{linear + 1} was changed in place (version {kept} -> {version}) while its"
-            " quantized form is kept: leave keep_quantized_weights before optimizer.step() or loading."
+            f"the weight of linear_fc{linear + 1} was {how} while its quantized form is kept: leave"
+            " keep_quantized_weights before optimizer.step(), loading or computing with other weights."
         )
 
 

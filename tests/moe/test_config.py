@@ -50,6 +50,7 @@ PADDED = {"moe_router_padding_for_quantization": True}
         ({**FP8, "fp4": "e2m1"}, r"fp8 \('hybrid'\) and fp4 \('e2m1'\) exclude each other"),
         ({**FP8, "moe_deterministic": True}, r"moe_deterministic \(True\).*quantized experts \('delayed'\)"),
         ({**FP8, "fp8_margin": -1}, r"fp8_margin \(-1\)"),
+        ({**FP8, "fp8_margin": 9}, r"fp8_margin \(9\).*0 to 8"),
         ({**FP8, "fp8_margin": 1.5}, r"fp8_margin \(1.5\)"),
         ({**FP8, "fp8_amax_history_len": 0}, r"fp8_amax_history_len \(0\)"),
         ({**FP8, "fp8_amax_compute_algo": "mean"}, r"fp8_amax_compute_algo \('mean'\)"),

@@ -121,7 +121,16 @@ def test_non_finite_values_show_and_do_not_spoil_later_steps(bad: float) -> None
     layer.router.register_forward_hook(lambda _, __, out: (probs, probs > 0))
     assert layer(spoilt).isnan().any()
     update_delayed_scales(layer)
+    assert layer.experts.delayed_scaling.scale.max() < 1e3
     assert layer(x).isfinite().all()
+
+
+def test_reset_parameters_forgets_scales() -> None:
+    layer = build(fp8_amax_history_len=2)
+    train_step(layer, torch.randn(24, 1, 32))
+    layer(torch.randn(24, 1, 32)).sum().backward()
+    layer.experts.reset_parameters()
+    assert all(not buffer.any() for buffer in layer.experts.delayed_scaling.buffers())
 
 
 def test_scales_stay_in_fp32_and_survive_a_checkpoint(tmp_path: Path) -> None:

@@ -168,3 +168,91 @@ def test_models_without_such_weights_are_left_alone() -> None:
     gradients(layer)
     optimizer.step()
     assert layer.experts.linear_fc1.weight.grad is not None
+
+
+def with_masters(**fields: Any) -> tuple[MoELayer, MasterWeights, torch.optim.Optimizer]:
+    layer = build("tensorwise", **fields)
+    masters = MasterWeights(layer)
+    optimizer = torch.optim.SGD(masters.of(layer.parameters()), lr=1e-2)
+    masters.attach(optimizer)
+    return layer, masters, optimizer
+
+
+def test_loss_scaling_clipping_and_zero_grad_over_the_optimizer_s_parameters_see_the_weights() -> None:
+    layer, masters, optimizer = with_masters()
+    gradients(layer)
+    weight = layer.experts.linear_fc1.weight
+    master = masters.masters[weight]
+    assert master.grad.data_ptr() == weight.grad.data_ptr()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+    assert weight.grad.norm() < 1.1e-3
+    for set_to_none in (True, False):
+        gradients(layer)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert weight.grad is None if set_to_none else not weight.grad.any()
+        first = [grad.clone() for grad in gradients(layer)[3:]]
+        for linear, grad in zip(WEIGHTS, first, strict=True):
+            assert torch.equal(getattr(layer.experts, linear).weight.grad, grad)
+        layer.zero_grad()
+        gradients(layer)
+        assert torch.equal(weight.grad, first[0])
+        assert torch.equal(master.grad, first[0])
+
+
+def test_a_gradient_scaler_unscales_them() -> None:
+    layers = [with_masters() for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x = torch.randn(40, 1, 128, generator=torch.Generator().manual_seed(1))
+    layers[0][0](x).square().mean().backward()
+    layers[0][2].step()
+    scaler.scale(layers[1][0](x).square().mean()).backward()
+    scaler.step(layers[1][2])
+    plain, scaled = (next(iter(masters.masters.values())) for _, masters, _ in layers)
+    assert (plain - scaled).abs().max() < 1e-5
+
+
+def test_a_closure_and_two_optimizers_step_every_master() -> None:
+    layer = build("tensorwise")
+    masters = MasterWeights(layer)
+    before = {weight: master.clone() for weight, master in masters.masters.items()}
+    optimizers = []
+    for name in WEIGHTS:
+        optimizer = torch.optim.SGD(masters.of(getattr(layer.experts, name).parameters()), lr=1e-2)
+        masters.attach(optimizer)
+        optimizers.append(optimizer)
+    gradients(layer)
+    for optimizer in optimizers:
+        optimizer.step()
+    moved = {weight: master.clone() for weight, master in masters.masters.items()}
+    assert all(not torch.equal(moved[weight], before[weight]) for weight in before)
+
+    def closure() -> Tensor:
+        optimizers[0].zero_grad()
+        loss = layer(torch.randn(40, 1, 128)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizers[0].step(closure)
+    fc1 = layer.experts.linear_fc1.weight
+    assert not torch.equal(masters.masters[fc1], moved[fc1])
+    with pytest.raises(ValueError, match="holds no master"):
+        masters.attach(torch.optim.SGD([layer.router.weight], lr=0.1))
+
+
+def test_weights_loaded_behind_the_masters_are_not_undone_silently() -> None:
+    layer, _, optimizer = with_masters()
+    layer.load_state_dict(build("tensorwise", seed=5).state_dict())
+    loaded = weight_of(layer, "linear_fc1").clone()
+    gradients(layer)
+    with pytest.raises(RuntimeError, match="make MasterWeights after loading"):
+        optimizer.step()
+    assert torch.equal(weight_of(layer, "linear_fc1"), loaded)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_and_plain_weights_are_not_taken_for_each_other(strict: bool) -> None:
+    stored, plain = build("tensorwise"), build("tensorwise", fp8_param=False)
+    for one, other in ((stored, plain), (plain, stored)):
+        with pytest.raises(RuntimeError, match="fp8_param must be equal"):
+            one.load_state_dict(other.state_dict(), strict=strict)

@@ -155,3 +155,16 @@ def test_print_shows_shapes_and_what_multiplies() -> None:
     assert "weight=[5, 2, 7, 12], bias=[5, 2, 7], dtype=torch.float64" in text
     assert "GEMMs torch.float64 by torch.mm" in text
     assert "weight=[5, 12, 7], bias=[5, 12]" in text
+
+
+def test_backward_inside_autocast_computes_the_same() -> None:
+    experts = build(add_bias_linear=True)
+    expert_input, _ = draw_input(torch.float32)
+    leaves = [expert_input.tokens, expert_input.probs, *experts.parameters()]
+    grads = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = experts(expert_input)
+            grads.append(torch.autograd.grad(output, leaves, torch.linspace(-1, 1, output.numel()).view(output.shape)))
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)

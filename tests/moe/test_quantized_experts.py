@@ -1,5 +1,6 @@
 """Experts in FP8 and FP4: every product against the oracle, bounds against fp64, padding, what is saved and kept."""
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -493,3 +494,59 @@ def test_a_layer_says_what_multiplies(fields: dict[str, Any], shown: str) -> Non
     layer = MoELayer(MoEConfig(hidden_size=64, num_moe_experts=4, moe_ffn_hidden_size=64, **fields))
     assert shown in layer.describe()
     assert ("padding     off" in layer.describe()) == (not any(name.startswith("fp") for name in fields))
+
+
+def test_other_weights_while_some_are_kept_raise_and_a_copy_keeps_none() -> None:
+    layer = MoELayer(MoEConfig(**fields_of("tensorwise", "e4m3")))
+    x = torch.randn(20, 1, layer.config.hidden_size)
+    others = {name: p.detach() * 2 for name, p in layer.named_parameters()}
+    with keep_quantized_weights(layer):
+        before = layer(x)
+        with pytest.raises(RuntimeError, match="linear_fc1 was replaced"):
+            torch.func.functional_call(layer, others, (x,))
+        twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.experts.linear_fc1.weight.mul_(2)
+    assert not torch.equal(twin(x), before)
+    with keep_quantized_weights(twin):
+        twin(x)
+
+
+def test_a_block_that_ends_by_an_exception_keeps_nothing() -> None:
+    layer = MoELayer(MoEConfig(**fields_of("tensorwise", "e4m3")))
+    x = torch.randn(20, 1, layer.config.hidden_size)
+    with pytest.raises(ValueError, match="width"), keep_quantized_weights(layer):
+        layer(torch.cat([x, layer(x)], dim=-1))
+    with torch.no_grad():
+        layer.experts.linear_fc1.weight.mul_(2)
+    with keep_quantized_weights(layer):
+        layer(x)
+
+
+@pytest.mark.parametrize(("recipe", "fp8"), ONE_KIND)
+@pytest.mark.usefixtures("_half_up")
+def test_autocast_does_not_reach_inside(recipe: str, fp8: str) -> None:
+    experts = build(recipe, fp8)
+    results = []
+    for enabled in (False, True):
+        expert_input = draw_input(
+            experts.config.hidden_size, LOADS["uneven"], RECIPES[recipe].row_multiple, torch.float32
+        )
+        generator = torch.Generator().manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(run(experts, expert_input, torch.randn(expert_input.tokens.shape, generator=generator)))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
+@pytest.mark.parametrize(("recipe", "fp8"), ONE_KIND)
+@pytest.mark.usefixtures("_half_up")
+def test_padding_tokens_do_not_reach_the_scales(recipe: str, fp8: str) -> None:
+    """With a padding_mask the valid tokens come out as if they were alone, whatever the others hold."""
+    layer = MoELayer(MoEConfig(**fields_of(recipe, fp8)))
+    x = torch.randn(40, 1, layer.config.hidden_size)
+    mask = torch.rand(40, 1) < 0.4
+    noisy = torch.where(mask.unsqueeze(-1), 1e4 * x, x)
+    output, alone = layer(noisy, mask), layer(x[~mask].unsqueeze(1))
+    assert torch.equal(output[~mask], alone[:, 0])
+    assert not output[mask].any()
