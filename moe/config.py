@@ -192,7 +192,7 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
             self._check_quantized_sizes(self.quantization)
         if self.moe_deterministic and self.moe_expert_backend != "reference":
             raise ValueError(
-                f"moe_deterministic (True) is not available with moe_expert_backend ({self.moe_expert_backend!r}),"
+                f"moe_deterministic (True) is not available with moe_expert_backend {self.moe_expert_backend!r},"
                 " whose products round differently for other numbers of rows; use 'reference'."
             )
         if self.has_static_shapes:

@@ -19,6 +19,7 @@ from moe.quantization.delayed import DelayedScaling
 from moe.quantization.formats import E4M3
 from moe.quantization.recipes import QuantizationRecipe
 from moe.quantization.weights import WeightOperands
+from router.collectives import deepcopy_sharing_groups
 
 
 class GroupedMLP(nn.Module):
@@ -114,6 +115,8 @@ class GroupedMLP(nn.Module):
                 linear.set_expert(index, values.chunk(self.etp_group.size(), f_dim)[self.etp_group.rank()])
             if linear.bias is not None:
                 local_tensor(linear.bias).zero_()
+
+    __deepcopy__ = deepcopy_sharing_groups
 
     def deferred_gradients(self) -> DeferredGradients | None:
         """Return what takes over the weights' gradients of the forwards that get it: see DeferredGradients.

@@ -13,6 +13,7 @@ from transformer_engine.common import recipe as te_recipes
 
 from moe.config import MoEConfig
 from moe.expert_function import DeferredGradients, ExpertWeights, Slots
+from moe.parallel import local_tensor
 from moe.quantization.grouped_gemm import FC1, FC2
 from moe.slots import add_slots, attached_zeros, gather_slots, weighted_activation
 from router.gating import no_autocast
@@ -51,22 +52,16 @@ class TransformerEngineExperts:
 
     def __init__(self, config: MoEConfig, experts: GroupedMLP) -> None:
         _check_settings(config)
-        weight = experts.linear_fc2.weight
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
         self.config, self.operands = config, experts.operands
-        self.sizes: tuple[int, ...] = tuple(local.shape)  # L, H, F
+        self.sizes: tuple[int, ...] = tuple(local_tensor(experts.linear_fc2.weight).shape)  # L, H, F
         self._build()
         _check_available(config)
 
     def _build(self) -> None:
         """Make the linears and the recipe."""
-        num_local, hidden, ffn = self.sizes
-        config = self.config
-        common: dict[str, Any] = {
-            "params_dtype": config.params_dtype,
-            "device": "meta",
-            "use_grouped_tensor": False,
-        }
+        config, (num_local, hidden, ffn) = self.config, self.sizes
+        # False: with grouped tensors counts would have to lie on the device, and other rules hold for them.
+        common: dict[str, Any] = {"params_dtype": config.params_dtype, "device": "meta", "use_grouped_tensor": False}
         fc1_width = config.activation.num_inputs * ffn
         self.fc1 = te.GroupedLinear(num_local, hidden, fc1_width, bias=config.add_bias_linear, **common)
         # Its bias is multiplied by the slot's prob, and so added here.
@@ -83,12 +78,7 @@ class TransformerEngineExperts:
         self._build()
 
     def __call__(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-        slots: Slots,
-        weights: ExpertWeights,
-        deferred: DeferredGradients | None,
+        self, tokens: Tensor, probs: Tensor, slots: Slots, weights: ExpertWeights, deferred: DeferredGradients | None
     ) -> Tensor:
         """See ExpertsBackend; the weights' gradients are never deferred.
 
@@ -101,9 +91,8 @@ class TransformerEngineExperts:
         fc1_bias = weights.fc1_bias
         if fc1_bias is not None and fc1_bias.requires_grad and not weights.fc1.requires_grad:
             raise ValueError(
-                "linear_fc1.weight (requires_grad=False) must not be frozen while linear_fc1.bias is trained:"
-                " Transformer Engine makes both gradients in one product; freeze the bias too, or use"
-                " moe_expert_backend 'reference'."
+                "linear_fc1.weight (requires_grad=False) must not be frozen while linear_fc1.bias is trained: with"
+                " moe_expert_backend 'te' one product makes both gradients; freeze both, or use 'reference'."
             )
         if tokens.shape[0] == 0 or sum(slots.counts) == 0:
             return attached_zeros(tokens, probs, weights)
@@ -141,8 +130,8 @@ class TransformerEngineExperts:
 
     def describe(self, weight: Tensor) -> str:
         """See ExpertsBackend."""
-        name, kind = self.config.quantization_name, self.config.fp8 or self.config.fp4
-        what = f"{weight.dtype}" if name is None else f"{name} {kind}"
+        name = self.config.quantization_name
+        what = weight.dtype if name is None else f"{name} {self.config.fp8 or self.config.fp4}"
         return f"GEMMs {what} by transformer_engine.pytorch.GroupedLinear"
 
 
@@ -152,11 +141,6 @@ def _check_settings(config: MoEConfig) -> None:
         raise ValueError(
             f"params_dtype ({config.params_dtype}) must be one of {DTYPES} for moe_expert_backend 'te'; or use"
             " 'reference'."
-        )
-    if config.moe_deterministic:
-        raise ValueError(
-            "moe_deterministic (True) is not available with moe_expert_backend 'te': its products round differently"
-            " for other numbers of rows; or use 'reference'."
         )
     if config.moe_layer_recompute and config.quantization_name == "delayed":
         raise ValueError(

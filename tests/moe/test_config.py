@@ -70,7 +70,7 @@ PADDED = {"moe_router_padding_for_quantization": True}
         ({"fp4": "e3m0"}, r"fp4 \('e3m0'\)"),
         (
             {"moe_expert_backend": "torch", "moe_deterministic": True},
-            r"moe_deterministic \(True\).*backend \('torch'\)",
+            r"moe_deterministic \(True\).*backend 'torch'",
         ),
         ({"moe_expert_backend": "cutlass"}, r"moe_expert_backend \('cutlass'\)"),
         ({**FP8, "moe_expert_backend": "torch"}, r"recipe \('delayed'\).*'torch'.*rowwise, mxfp8"),

@@ -515,7 +515,7 @@ def test_other_weights_while_some_are_kept_raise_and_a_copy_keeps_none() -> None
 def test_a_block_that_ends_by_an_exception_keeps_nothing() -> None:
     layer = MoELayer(MoEConfig(**fields_of("tensorwise", "e4m3")))
     x = torch.randn(20, 1, layer.config.hidden_size)
-    with pytest.raises(ValueError, match="width"), keep_quantized_weights(layer):
+    with pytest.raises(ValueError, match="must end in hidden_size"), keep_quantized_weights(layer):
         layer(torch.cat([x, layer(x)], dim=-1))
     with torch.no_grad():
         layer.experts.linear_fc1.weight.mul_(2)

@@ -65,8 +65,8 @@ def _bindings() -> types.ModuleType:
     """Return a transformer_engine_torch that multiplies."""
     tex = _Stub("transformer_engine_torch")
     tex.DType = IntEnum("DType", DTYPES)
-    backends = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-    tex.NVTE_Fused_Attn_Backend = IntEnum("NVTE_Fused_Attn_Backend", backends)
+    backends = {"No_Backend": -1, "F16_arbitrary_seqlen": 1, "FP8": 2}  # of attention; compared on import
+    tex.NVTE_Fused_Attn_Backend = IntEnum("Backend", {f"NVTE_{name}": value for name, value in backends.items()})
     tex.te_general_grouped_gemm = _multiply
     return tex
 
@@ -91,55 +91,55 @@ def load() -> dict[str, types.ModuleType]:
     importlib.import_module("torch._dynamo")  # looks for Triton, and is not to find the stub
     package = types.ModuleType("transformer_engine.pytorch")  # its own file imports everything there is
     package.__path__ = [str(FOLDER / "transformer_engine" / "pytorch")]
-    modules = {name: _Stub(name) for name in STUBS} | {"transformer_engine_torch": _bindings()}
-    modules["transformer_engine.pytorch"] = package
+    modules = {name: _Stub(name) for name in STUBS} | {
+        "transformer_engine_torch": _bindings(),
+        package.__name__: package,
+    }
     with mock.patch.dict(sys.modules, modules), ExitStack() as patches:
         patches.enter_context(mock.patch.dict("os.environ", {"NVTE_PROJECT_BUILDING": "1"}))
         patches.enter_context(mock.patch.object(sys, "path", [str(FOLDER), *sys.path]))
-        before = set(sys.modules)
-        sys.modules.pop("transformer_engine", None)
         package.GroupedLinear = importlib.import_module("transformer_engine.pytorch.module").GroupedLinear
         quantization = importlib.import_module("transformer_engine.pytorch.quantization")
         for name in ("autocast", "is_fp8_available", "is_mxfp8_available", "is_nvfp4_available"):
             setattr(package, name, getattr(quantization, name))
         package.is_fp8_block_scaling_available = quantization.is_fp8_block_scaling_available
         importlib.import_module("transformer_engine.common.recipe")
-        loaded = {name for name in sys.modules if name.startswith("transformer_engine")} | (set(sys.modules) - before)
-        return {name: sys.modules[name] for name in loaded | set(modules)}
+        theirs = {n: m for n, m in sys.modules.items() if n in modules or n.split(".")[0] == "transformer_engine"}
+        others = {n: m for n, m in sys.modules.items() if n not in theirs}
+    sys.modules.update(others)  # patch.dict restores the table as it was
+    return theirs
 
 
-class _OnTheCpu:
-    """torch, with memory on the CPU where "cuda" is asked for."""
+class _TorchOnCPU:
+    """torch, but for what is allocated on a GPU."""
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(torch, name)
-        if name not in ("empty", "zeros"):
-            return function
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
 
-        def on_cpu(*args: Any, **kwargs: Any) -> Tensor:
-            return function(*args, **({**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
-
-        return on_cpu
+    def empty(self, *shape: int, device: object = None, **options: Any) -> Tensor:
+        """Return uninitialised memory on the CPU."""
+        return torch.empty(*shape, **options)
 
 
 @contextmanager
-def believing_in_a_gpu(modules: dict[str, types.ModuleType]) -> Iterator[None]:
-    """Let the loaded modules take CPU tensors for CUDA ones, in construction, forward and backward."""
-    gemm = modules["transformer_engine.pytorch.cpp_extensions.gemm"]
-    quantization = modules["transformer_engine.pytorch.quantization"]
-    with mock.patch.dict(sys.modules, modules), ExitStack() as patches:
-
-        def replace(owner: object, name: str, value: object) -> None:
-            patches.enter_context(mock.patch.object(owner, name, value))
-
-        replace(torch.cuda, "is_available", lambda: True)
-        replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-        replace(torch.Tensor, "is_cuda", True)
-        replace(torch.version, "cuda", "13.0")
-        replace(quantization, "get_device_compute_capability", lambda: (9, 0))
-        replace(gemm, "torch", _OnTheCpu())
-        replace(gemm, "get_sm_count", lambda: 132)
-        for module in (gemm, modules["transformer_engine.pytorch.utils"]):
-            replace(module, "_empty_tensor", lambda: torch.empty(0))
-        replace(gemm, "get_cublas_workspace", lambda *_: [torch.empty(1, dtype=torch.uint8)])
+def on_cpu(modules: dict[str, types.ModuleType], capability: tuple[int, int] = (10, 0)) -> Iterator[None]:
+    """Let it take the CPU for a GPU of a compute capability: constructors, forward and backward."""
+    names = ("cpp_extensions.gemm", "quantization", "utils")
+    gemm, quantization, utils = (modules[f"transformer_engine.pytorch.{name}"] for name in names)
+    supports = [name for name in vars(quantization) if name.startswith("_") and name.endswith("_SUPPORT")]
+    with ExitStack() as patches:
+        for place, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.version, "cuda", "13.0"),
+            (Tensor, "is_cuda", True),
+            (gemm, "torch", _TorchOnCPU()),
+            (gemm, "get_sm_count", lambda: 1),
+            (gemm, "get_cublas_workspace", lambda *args: [torch.empty(1)]),
+            (gemm, "_empty_tensor", lambda: torch.empty(0)),
+            (utils, "_empty_tensor", lambda: torch.empty(0)),
+            (quantization, "get_device_compute_capability", lambda: capability),
+            *((quantization, name, None) for name in supports),
+        ):
+            patches.enter_context(mock.patch.object(place, name, value))
         yield
