@@ -163,7 +163,7 @@ def main() -> None:
             f"\n## Slots that padding adds, T = {num_tokens} a rank\n",
             markdown(["E, K, EP", "T", "load", *multiples], padding_rows(num_tokens)),
             f"## Bytes kept for backward per slot, H = {hidden}, F = {ffn}, gated, bf16 (share of bf16's)\n",
-            markdown(["recipe", *sizes], saved_rows(hidden, ffn, 512 if args.tiny else 4096)),
+            markdown(["recipe", *sizes], saved_rows(hidden, ffn, 512)),
         ]
     )
     print(report)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe.quantization.formats import E2M1, E4M3, FloatFormat, decode_half, encode, packed_width
+from moe.quantization.formats import E4M3, FloatFormat, decode_half, encode, packed_width
 
 ScaleFormat = Literal["fp32", "pow2", "e8m0", "e4m3"]
 
-E8M0_BIAS = 127  # an E8M0 byte b means 2 ** (b - 127)
-E8M0_NAN = 255
+E8M0_NAN = 255  # an E8M0 byte b means 2^(b - 127), as the exponent's field of an fp32 does
 SMALLEST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny  # of nvfp4, relative to the tensor's scale
 LARGEST_MULTIPLIER = 2.0**126  # its reciprocal is a normal number
 SMALLEST_TENSOR_SCALE = 2.0**-120  # of nvfp4: times the smallest block scale it is the smallest normal fp32
 CHUNK_ELEMENTS = 1 << 19  # on a CPU: intermediates of a few MiB stay in the cache
-_MANTISSA_BITS = 0x007FFFFF  # of an fp32
+_MANTISSA_BITS, _MANTISSA_SIZE = 0x007FFFFF, 23  # of an fp32
+_SMALLEST_E8M0 = 0x00400000  # 2^-127 as the bits of an fp32
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class Quantized:
         shape = self.shape
         out = torch.empty(shape, dtype=dtype, device=self.codes.device) if out is None else out
         scale = self.scale_fp32()
-        # The scale takes the factor as far as it fits: it may be 2^120, and 2^128 is more than an fp32 holds.
-        late = {E4M3: 2.0, E2M1: self.fmt.half_factor}.get(self.fmt, 1.0)
+        late = _late_factor(self.fmt, scale)
         scale = scale * (self.fmt.half_factor / late)
         for rows, blocks in _row_chunks(shape, self.block, out.device):
             values = decode_half(self.codes[rows], self.fmt)
@@ -211,8 +210,22 @@ def hadamard(x: Tensor) -> Tensor:
 def e8m0_to_fp32(scale: Tensor) -> Tensor:
     """Return the powers of two that bytes of E8M0 stand for, NaN for 255."""
     byte = scale.view(torch.uint8).int()
-    values = torch.ldexp(torch.ones(byte.shape, device=scale.device), byte - E8M0_BIAS)
-    return values.masked_fill(byte == E8M0_NAN, torch.nan)
+    return _power_of_two(byte).masked_fill(byte == E8M0_NAN, torch.nan)
+
+
+def _power_of_two(byte: Tensor) -> Tensor:
+    """Return 2^(byte - 127) as fp32: byte int32, 0 to 254, which is the exponent's field but for 0 (a subnormal)."""
+    return torch.where(byte == 0, _SMALLEST_E8M0, byte.bitwise_left_shift(_MANTISSA_SIZE)).view(torch.float32)
+
+
+def _late_factor(fmt: FloatFormat, scale: Tensor) -> float:
+    """Return the part of fmt.half_factor that scales cannot take, because an fp32 would not hold the product.
+
+    Only on a CPU, where a pass is dear and a look at the scales is not, is it left out where it is not needed.
+    """
+    limit = 2.0**127 / fmt.half_factor
+    is_needed = scale.device.type != "cpu" or bool((scale > limit).any())
+    return fmt.half_factor if is_needed else 1.0
 
 
 def _amax_of_runs(magnitudes: Tensor, run: int) -> Tensor:
@@ -233,19 +246,21 @@ def _fp32_multiplier(amax: Tensor, largest: float, *, is_power_of_2: bool) -> Te
 
 def _e8m0_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Return the scale of each block as E8M0, and its reciprocal."""
-    mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [0.5, 1), or 0
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
-    exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
-    byte = (exponent + E8M0_BIAS).masked_fill(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
-    multiplier = torch.ldexp(torch.ones_like(amax), -exponent).masked_fill(~amax.isfinite(), torch.nan)
+    quotient = (amax / torch.full_like(amax, largest)).view(torch.int32)
+    byte = (quotient + _MANTISSA_BITS).bitwise_right_shift(_MANTISSA_SIZE)  # the exponent's field, rounded up
+    byte = torch.where(quotient <= _SMALLEST_E8M0, 0, byte).clamp(max=E8M0_NAN - 1)
+    is_bad = ~amax.isfinite()
+    multiplier = _power_of_two(E8M0_NAN - 1 - byte).masked_fill(is_bad, torch.nan)
+    byte = byte.masked_fill(is_bad, E8M0_NAN).to(torch.uint8)
     return byte.view(torch.float8_e8m0fnu), multiplier
 
 
 def _two_level_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scale of each block as E4M3, what to multiply the block by, and the scale of the tensor [] fp32."""
     tensor_scale = amax.amax() if amax.numel() else amax.new_zeros(())
-    tensor_scale = (tensor_scale / (E4M3.max * largest)).clamp(min=SMALLEST_TENSOR_SCALE)
-    relative = (amax / largest / tensor_scale).clamp(SMALLEST_BLOCK_SCALE, E4M3.max)
+    # Divided by tensors: some devices divide by a number through its rounded reciprocal.
+    tensor_scale = (tensor_scale / torch.full_like(tensor_scale, E4M3.max * largest)).clamp(min=SMALLEST_TENSOR_SCALE)
+    relative = (amax / torch.full_like(amax, largest) / tensor_scale).clamp(SMALLEST_BLOCK_SCALE, E4M3.max)
     scale = relative.to(torch.float8_e4m3fn)
     multiplier = 1 / tensor_scale / scale.float()
     is_bad = ~tensor_scale.isfinite()
