@@ -14,6 +14,7 @@ from moe import GroupedMLP, MoEConfig, MoELayer, keep_quantized_weights
 from moe.quantization import grouped_gemm
 from moe.quantization.quantize import hadamard
 from moe.quantization.recipes import RECIPES
+from moe.quantization.stored import store_activation
 from tests import quantized_reference, reference
 from tests.tolerances import assert_close, quantized_bounds
 
@@ -550,3 +551,36 @@ def test_padding_tokens_do_not_reach_the_scales(recipe: str, fp8: str) -> None:
     output, alone = layer(noisy, mask), layer(x[~mask].unsqueeze(1))
     assert torch.equal(output[~mask], alone[:, 0])
     assert not output[mask].any()
+
+
+def test_gradients_alone_are_rounded_stochastically() -> None:
+    experts = build("nvfp4", "")
+    results = []
+    for seed in (0, 0, 1):
+        expert_input = draw_input(48, LOADS["uneven"], 128, torch.float32)
+        torch.manual_seed(seed)
+        grad = torch.linspace(-1, 1, expert_input.tokens.numel()).view(expert_input.tokens.shape)
+        results.append(run(experts, expert_input, grad))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value)
+        assert torch.equal(results[2][name], value) == (name == "output"), name
+
+
+def test_scales_of_a_stored_activation_are_powers_of_two() -> None:
+    for width in (128, 24):
+        stored = store_activation(torch.randn(10, 2, width), is_fp8=True).quantized
+        assert stored is not None
+        assert stored.scale.shape == (10, 2 if width == 128 else 1)
+        assert (torch.frexp(stored.scale).mantissa == 0.5).all()
+
+
+def test_unquantized_weight_gradients_keep_the_rows_as_they_are() -> None:
+    sizes = {"hidden_size": 256, "moe_ffn_hidden_size": 384, "params_dtype": torch.bfloat16}
+    kept = []
+    for wgrad in (True, False):
+        expert_input = draw_input(256, (256, 128, 0, 0, 0), 16, torch.bfloat16)
+        kept.append(saved_bytes(build("tensorwise", "hybrid", **sizes, fp8_wgrad=wgrad), expert_input))
+    num_rows, num_slots = 256, 384
+    assert kept[1] - kept[0] in range(
+        num_rows * 256 * 2 - num_slots * 256 - 64, num_rows * 256 * 2 - num_slots * 256 + 64
+    )
