@@ -106,8 +106,7 @@ class TorchExperts(GroupedExperts):
                 "params_dtype (torch.float64) must be torch.bfloat16, torch.float16 or torch.float32 for"
                 " moe_expert_backend 'torch'; or use 'reference'."
             )
-        weight = experts.linear_fc2.weight
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        local = experts.linear_fc2.local_weight()
         widths = {"hidden size of the experts": local.shape[1], "moe_ffn_hidden_size of a rank": local.shape[2]}
         check_torch_widths(config.params_dtype, widths)
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from dispatchers.permutation import sum_dtype
 from moe.activations import Activation
 from moe.expert_function import ExpertWeights, Slots
+from moe.parallel import gradient_dtype
 from moe.quantization.grouped_gemm import FC1, FC2, GroupedGemm
 from moe.quantization.stored import load_activation, store_activation
 from moe.quantization.weights import WeightOperands
@@ -83,15 +84,13 @@ class _GroupedExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         rows = Rows(slots, tokens.shape[0])
         x = rows.gather(tokens)  # [R, H] -> [M, H]
-        by_rows = gemm.by_rows(x, FC1, "input")
-        kept_columns = None
-        if gemm.saved_bits is not None and x.numel() * gemm.saved_bits < tokens.numel() * tokens.itemsize * 8:
-            kept_columns = gemm.by_columns(x, FC1, "input")
+        keeps = gemm.saved_bits is not None and x.numel() * gemm.saved_bits < tokens.numel() * tokens.itemsize * 8
+        by_rows, kept_columns = gemm.both(x, FC1, "input") if keeps else (gemm.by_rows(x, FC1, "input"), None)
         first = gemm.multiply(by_rows, operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=False))
         first = first.to(tokens.dtype).view(-1, *fc1_weight.shape[1:3])  # [M, G, F]
         if fc1_bias is not None:
             add_per_expert(first, fc1_bias, slots.counts)
-        hidden = _hidden(activation, first, probs, tokens.dtype)  # [M, F]
+        hidden = weigh_activation(activation, first, probs, tokens.dtype)  # [M, F]
         fc2 = operands.get(gemm, fc2_weight, FC2, is_transposed=False)
         y = gemm.multiply(gemm.by_rows(hidden, FC2, "input"), fc2).to(sum_dtype(tokens.dtype))  # [M, H]
         if fc2_bias is not None:
@@ -185,7 +184,7 @@ class Rows:
         return sums.index_add_(0, self.read_ids, results)
 
 
-def _hidden(activation: Activation, first: Tensor, probs: Tensor, dtype: torch.dtype) -> Tensor:
+def weigh_activation(activation: Activation, first: Tensor, probs: Tensor, dtype: torch.dtype) -> Tensor:
     """The second GEMM's input: first [M, G, F], probs [M] -> [M, F]."""
     wide = sum_dtype(dtype)
     return activation.forward(first.to(wide)).mul_(probs.to(wide).unsqueeze(-1)).to(dtype)
@@ -197,11 +196,6 @@ def _empty_gradients(parameters: tuple[Tensor | None, ...], needs: tuple[bool, .
         torch.empty(p.shape, dtype=gradient_dtype(p), device=p.device) if p is not None and need else None
         for p, need in zip(parameters, needs, strict=True)
     ]
-
-
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient: its own, fp32 for one of 8 bits."""
-    return torch.float32 if parameter.itemsize == 1 else parameter.dtype
 
 
 def add_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> None:

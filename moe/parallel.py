@@ -159,6 +159,11 @@ def max_over_replicas(values: Tensor, groups: ProcessGroups) -> Tensor:
     return values
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, fp32 for one of 8 bits."""
+    return torch.float32 if parameter.itemsize == 1 else parameter.dtype
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -280,8 +285,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, scale: 
         if parameter.grad is None:
             if parameter.itemsize == 1:  # stored quantized: its gradient is fp32
                 parameter.grad_dtype = torch.float32
-            dtype = torch.float32 if parameter.itemsize == 1 else parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         grad = local_tensor(parameter.grad)
         bucket = buckets.setdefault(grad.dtype, [])
         bucket.append(grad)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from dispatchers.permutation import sum_dtype
 from moe.activations import Activation
 from moe.expert_function import ExpertWeights, Slots
-from moe.grouped_function import Rows, add_per_expert, dot_per_expert, sum_per_expert
+from moe.grouped_function import Rows, add_per_expert, dot_per_expert, sum_per_expert, weigh_activation
 
 
 def gather_slots(tokens: Tensor, slots: Slots) -> Tensor:
@@ -74,8 +74,7 @@ class _WeightedActivation(torch.autograd.Function):
     def forward(ctx: Any, first: Tensor, probs: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(first, probs)
         ctx.activation = activation
-        wide = first.to(sum_dtype(first.dtype))
-        return activation.forward(wide).mul_(probs.to(wide.dtype).unsqueeze(-1)).to(first.dtype)
+        return weigh_activation(activation, first, probs, first.dtype)
 
     @staticmethod
     @once_differentiable

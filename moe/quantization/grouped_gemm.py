@@ -27,22 +27,12 @@ from moe.quantization.recipes import Operand, QuantizationRecipe
 FC1, FC2 = 0, 1  # which linear
 
 
-class Kept(Protocol):
-    """An operand in the form that a backend multiplies."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What must be saved to restore it."""
-
-    def with_tensors(self, *tensors: Tensor) -> Any:
-        """Return the same with other tensors."""
-
-    def without_tensors(self) -> Any:
-        """Return what `with_tensors` is called on."""
-
-
 class GroupedGemm(Protocol):
-    """A backend: multiplies the operands of all experts, whose slots lie one expert after the other."""
+    """A backend: multiplies the operands of all experts, whose slots lie one expert after the other.
+
+    An operand is in a form of the backend's own. What it consists of is its `tensors`; `without_tensors` describes it,
+    and that has `with_tensors` to restore it: so operands are saved for backward.
+    """
 
     @property
     def saved_bits(self) -> int | None:

@@ -139,7 +139,7 @@ def quantize(
     Source: torch.nn.functional.scaled_mm (fp32 scales); OCP Microscaling Formats v1.0, section 6.3, with the exponent
         rounded up as cuBLAS and Transformer Engine do; Pretraining LLMs with NVFP4, arXiv:2509.25149, appendix C.
     """
-    shape = (x.shape[0], x.shape[1])
+    shape = (x.shape[0], x.shape[-1]) if x.ndim else (0, 0)
     sizes = block.sizes(shape)
     if x.ndim != 2 or shape[0] % sizes[0] or shape[1] % sizes[1] or shape[1] * fmt.bits % 8:
         raise ValueError(f"x {list(x.shape)} must be a matrix that blocks of {sizes[0]} x {sizes[1]} divide.")
@@ -155,10 +155,10 @@ def quantize(
         multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
         scale = 1 / multiplier
     codes = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
-    scratch: Tensor | None = None
-    for rows, blocks in _row_chunks(shape, block, x.device):
-        values = torch.empty(x[rows].shape, device=x.device) if scratch is None else scratch[: rows.stop - rows.start]
-        scratch = values if scratch is None else scratch
+    chunks = _row_chunks(shape, block, x.device)
+    scratch = _scratch(x, chunks)
+    for rows, blocks in chunks:
+        values = scratch[: rows.stop - rows.start]
         _multiply(x[rows], multiplier[blocks], block, out=values)
         if given_amax is not None:
             values.clamp_(-fmt.max, fmt.max)
@@ -171,10 +171,9 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     num_rows, num_cols = x.shape
     block_rows, block_cols = block.sizes(x.shape)
     parts = []
-    scratch: Tensor | None = None  # in fp32, for all chunks
-    for rows, _ in _row_chunks(x.shape, block, x.device):
-        if scratch is None:
-            scratch = torch.empty(x[rows].shape, device=x.device)
+    chunks = _row_chunks(x.shape, block, x.device)
+    scratch = _scratch(x, chunks)
+    for rows, _ in chunks:
         magnitudes = scratch[: rows.stop - rows.start]
         if x.dtype == torch.float32:
             torch.abs(x[rows], out=magnitudes)
@@ -295,6 +294,11 @@ def _row_chunks(shape: torch.Size | tuple[int, int], block: Block, device: torch
         blocks = slice(None) if block.rows is None else slice(start // block.rows, stop // block.rows)
         chunks.append((slice(start, stop), blocks))
     return chunks
+
+
+def _scratch(x: Tensor, chunks: list[tuple[slice, slice]]) -> Tensor:
+    """Return uninitialised fp32 memory for any of the chunks of x [m, n]; the first is the largest."""
+    return torch.empty(chunks[0][0].stop if chunks else 0, x.shape[1], device=x.device)
 
 
 def _hadamard_matrix(device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -215,12 +216,12 @@ def tile_scales(scale: Tensor) -> Tensor:
     return order.contiguous().view(torch.float8_e8m0fnu)
 
 
-def _write_gradients(product: object, counts: tuple[int, ...], out: Tensor) -> None:
+def _write_gradients(product: Callable[[], Tensor], counts: tuple[int, ...], out: Tensor) -> None:
     """Write a product [L, N, K] to out, and zeros for experts without slots, which kernels may leave unwritten."""
     if sum(counts) == 0:
         out.zero_()
         return
-    out.copy_(product())  # type: ignore[operator]
+    out.copy_(product())
     for expert, count in enumerate(counts):
         if count == 0:
             out[expert].zero_()

@@ -43,7 +43,7 @@ class WeightOperands:
         """Return what gemm.weight returns, or what is kept of it.
 
         Raises:
-            RuntimeError: the weight was changed in place since it was kept.
+            RuntimeError: the weight was replaced or changed in place since it was kept.
         """
         if self.primary:
             return PerExpert(self.primary[linear].matrices(), is_transposed)
@@ -118,7 +118,8 @@ def keep_quantized_weights(model: nn.Module) -> Iterator[None]:
     unaffected.
 
     Raises:
-        RuntimeError: from a forward or backward in the block, if a weight was changed in place; blocks do not nest.
+        RuntimeError: from a forward or backward in the block, if a weight was replaced or changed in place; for blocks
+            that nest.
     """
     found = [
         operands

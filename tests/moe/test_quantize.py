@@ -149,11 +149,20 @@ def test_nothing_is_a_matrix_too(name: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "name"), [((4, 130), "1x128"), ((130, 4), "128x1"), ((3, 33), "1x32"), ((8, 24), "1x16"), ((8,), "row")]
+    ("shape", "name"),
+    [
+        ((4, 130), "1x128"),
+        ((130, 4), "128x1"),
+        ((3, 33), "1x32"),
+        ((8, 24), "1x16"),
+        ((8,), "row"),
+        ((1, 2, 4), "row"),
+        ((), "row"),
+    ],
 )
 def test_shapes_that_the_block_does_not_divide_are_refused(shape: tuple[int, ...], name: str) -> None:
     with pytest.raises(ValueError, match="must be a matrix that blocks of"):
-        quantize(torch.ones(shape) if len(shape) == 2 else torch.ones(shape).view(1, 2, 4), *CASES[name])
+        quantize(torch.ones(shape), *CASES[name])
 
 
 def test_a_given_magnitude_saturates_and_zero_means_none() -> None:
