@@ -202,6 +202,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, config: TransformerConfig, corpus: ByteCorpus) -> None:
         self.args, self.corpus, self.groups = args, corpus, groups_from_args(args, args.device)
+        self.is_signalled = False
         self.rank, self.num_ranks = self.groups.dp.rank(), self.groups.dp.size()
         self.device = torch.device(args.device)
         self.num_microbatches = num_microbatches(args, self.groups)
@@ -224,6 +225,11 @@ class Trainer:
         self.log = RunLog(args.output_dir, use_tensorboard=True) if args.output_dir and self.rank == 0 else None
         if self.log:
             self.log.truncate_after(self.step)
+
+    def end_by_signal(self, *_: object) -> NoReturn:
+        """Handle a signal: end the step, and remember why, since libraries between here and main may wrap the error."""
+        self.is_signalled = True
+        raise KeyboardInterrupt
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -400,8 +406,9 @@ class Trainer:
         return files
 
 
-def report_stop(trainer: Trainer, reason: str) -> None:
+def report_stop(trainer: Trainer, error: BaseException) -> None:
     """Say on standard error why this rank stops and how to go on."""
+    reason = "ended by a signal from outside" if trainer.is_signalled else str(error)
     lines = [f"\nrank {trainer.rank}: stopped in step {trainer.step + 1}: {reason}"]
     if trainer.num_ranks > 1:
         lines.append("A closed connection, a timeout or a signal says that another rank died: torchrun names it below.")
@@ -424,15 +431,15 @@ def main() -> None:
         trainer = Trainer(args, config, corpus)
     if num_binary:
         trainer.say(f"{num_binary} binary files left out")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what torchrun sends when another rank has died
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM is what torchrun sends when another rank has died
+        signal.signal(number, trainer.end_by_signal)
     try:
         trainer.train()
-    except (OSError, FloatingPointError, KeyboardInterrupt) as error:
-        report_stop(trainer, str(error) or "ended by a signal from outside")
+    except (OSError, FloatingPointError, RuntimeError, KeyboardInterrupt) as error:
+        report_stop(trainer, error)
+        if isinstance(error, RuntimeError) and not trainer.is_signalled:
+            raise  # a traceback follows: it may be a fault of this program
         sys.exit(1)
-    except RuntimeError as error:  # a traceback follows: it may be a fault of this program
-        report_stop(trainer, str(error))
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 

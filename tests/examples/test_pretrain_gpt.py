@@ -270,6 +270,24 @@ def test_a_signal_from_outside_ends_a_run_without_a_traceback(tiny: list[str], t
     assert "Traceback" not in errors
 
 
+def test_a_signal_inside_a_library_that_wraps_it_is_still_called_a_signal(tiny: list[str], tmp_path: Path) -> None:
+    def interrupted_save(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt as error:  # as torch.distributed.checkpoint does
+            raise RuntimeError("writing failed on 1 of 1 ranks") from error
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with mock.patch.object(pretrain_gpt, "save_checkpoint", interrupted_save):
+            code, errors = refusal([*tiny, "--train-iters", "1", "--save", str(tmp_path)])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert code == 1
+    assert "rank 0: stopped in step 2: ended by a signal from outside\n" in errors
+
+
 def test_fp8_with_a_width_that_it_cannot_have_is_refused_once(tiny: list[str]) -> None:
     result = run_job([*tiny, *ORIGINAL_REPORT, "--fp8-format", "hybrid"], num_ranks=8)
     assert result.returncode != 0
