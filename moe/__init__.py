@@ -17,10 +17,12 @@ from moe.checkpoint import load_checkpoint, save_checkpoint
 from moe.config import MoEConfig, TransformerConfig
 from moe.expert_linear import MasterWeights
 from moe.experts import GroupedMLP
+from moe.fsdp import apply_fsdp
+from moe.gradients import clip_grad_norm, finalize_gradients
 from moe.layer import MoELayer
 from moe.metrics import MoEMetrics, collect_metrics
 from moe.model import MoEGPT
-from moe.parallel import ProcessGroups, clip_grad_norm, finalize_gradients
+from moe.parallel import ProcessGroups
 from moe.quantization.delayed import update_delayed_scales
 from moe.quantization.weights import keep_quantized_weights
 from moe.shared_experts import MLP, SharedExpertMLP
@@ -70,6 +72,7 @@ __all__ = [
     "TopKRouter",
     "TransformerConfig",
     "ZeroComputationExperts",
+    "apply_fsdp",
     "apply_router_token_dropping",
     "apply_token_rounding",
     "clip_grad_norm",

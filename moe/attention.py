@@ -64,11 +64,14 @@ def rotary_embedding(states: Tensor, base: float) -> Tensor:
 class SelfAttention(nn.Module):
     """Causal self-attention with num_query_groups key/value heads.
 
+    Under tensor parallelism (see `moe.tensor_parallel`) a rank computes its part of the groups over the whole sequence.
+
     Args:
         config: see TransformerConfig.
 
     Attributes:
-        linear_qkv.weight: [(heads + 2 * groups) * D, H]: all query heads, then key heads, then value heads.
+        linear_qkv.weight: [groups * (heads / groups + 2) * D, H]: of each group its query heads, its key head, its
+            value head, as in Megatron-Core.
         linear_proj.weight: [H, heads * D].
 
     Source: GQA, arXiv:2305.13245, section 2.2.
@@ -76,22 +79,27 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.num_heads, self.head_size = config.num_attention_heads, config.head_size
-        self.num_groups = config.num_query_groups or config.num_attention_heads
-        self.rotary_base = config.rotary_base
-        width, kv_width = self.num_heads * self.head_size, self.num_groups * self.head_size
-        bias, dtype = config.add_bias_linear, config.params_dtype
-        self.linear_qkv = nn.Linear(config.hidden_size, width + 2 * kv_width, bias=bias, dtype=dtype)
+        self.head_size, self.rotary_base = config.head_size, config.rotary_base
+        num_heads = config.num_attention_heads
+        self.num_groups = config.num_query_groups or num_heads
+        self.heads_per_group = num_heads // self.num_groups
+        width, bias, dtype = num_heads * self.head_size, config.add_bias_linear, config.params_dtype
+        qkv_width = width + 2 * self.num_groups * self.head_size
+        self.linear_qkv = nn.Linear(config.hidden_size, qkv_width, bias=bias, dtype=dtype)
         self.linear_proj = nn.Linear(width, config.hidden_size, bias=bias, dtype=dtype)
-        self.splits = (width, kv_width, kv_width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Let each position see itself and those before it: [S, B, H] -> [S, B, H]."""
-        query, key, value = (
-            rearrange(part, "s b (heads d) -> b heads s d", d=self.head_size)
-            for part in self.linear_qkv(hidden_states).split(self.splits, dim=-1)
-        )  # [B, heads, S, D], [B, groups, S, D] twice
+        """Let each position see itself and those before it: [S, B, H] -> [S, B, H]; slices of S under TP."""
+        parts = rearrange(
+            self.linear_qkv(hidden_states),
+            "s b (groups n d) -> b groups n s d",
+            n=self.heads_per_group + 2,
+            d=self.head_size,
+        )  # [B, groups, heads / groups + 2, S, D]
+        query, key, value = parts.split((self.heads_per_group, 1, 1), dim=2)
+        query, key, value = (part.flatten(1, 2) for part in (query, key, value))  # [B, heads or groups, S, D]
         query, key = rotary_embedding(query, self.rotary_base), rotary_embedding(key, self.rotary_base)
-        grouped = self.num_groups != self.num_heads
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        context = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.heads_per_group > 1
+        )  # [B, heads, S, D]
         return self.linear_proj(rearrange(context, "b heads s d -> s b (heads d)"))

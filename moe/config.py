@@ -246,6 +246,7 @@ class TransformerConfig(MoEConfig):
     moe_layer_freq: int | tuple[int, ...] = 1  # n: blocks 0, n, 2n, .. are MoE; or a 1 (MoE) or 0 (dense) per block
     rotary_base: float = 10000.0  # theta of the rotary embedding
     layernorm_epsilon: float = 1e-5  # inside the root of RMSNorm
+    sequence_parallel: bool = False  # ranks of TP hold slices of the sequence outside attention; TP > 1 needs it
 
     def __post_init__(self) -> None:
         """Run the checks of the layer, then those of the model."""

@@ -14,7 +14,7 @@ from moe.backends import build_backend, check_width
 from moe.config import MoEConfig
 from moe.expert_function import DeferredGradients, ExpertWeights, Slots
 from moe.expert_linear import ExpertLinear, QuantizedExpertLinear
-from moe.parallel import ProcessGroups, local_tensor, shard_expert_parameter
+from moe.parallel import ProcessGroups, local_box, local_tensor, mesh_names, shard_expert_parameter
 from moe.quantization.delayed import DelayedScaling
 from moe.quantization.formats import E4M3
 from moe.quantization.recipes import QuantizationRecipe
@@ -104,15 +104,13 @@ class GroupedMLP(nn.Module):
         if self.delayed_scaling is not None:
             self.delayed_scaling.reset()
         for offset, linear in enumerate((self.linear_fc1, self.linear_fc2)):
-            weight, f_dim = linear.local_weight(), 1  # one expert: [G, F, H] or [H, F]
-            whole = list(weight.shape[1:])
-            whole[f_dim] *= self.etp_group.size()
-            generator = torch.Generator(device=weight.device)
-            for index in range(self.num_local_experts):
-                generator.manual_seed(seed + 2 * (self.first_expert + index) + offset)
-                values = torch.empty(whole, dtype=torch.float32, device=weight.device)
+            box = local_box(linear.weight)
+            generator = torch.Generator(device=linear.weight.device)
+            for index, expert in enumerate(range(box[0].start, box[0].stop)):
+                generator.manual_seed(seed + 2 * expert + offset)
+                values = torch.empty(linear.weight.shape[1:], dtype=torch.float32, device=linear.weight.device)
                 values.normal_(std=self.config.init_method_std, generator=generator)
-                linear.set_expert(index, values.chunk(self.etp_group.size(), f_dim)[self.etp_group.rank()])
+                linear.set_expert(index, values[box[1:]])
             if linear.bias is not None:
                 local_tensor(linear.bias).zero_()
 
@@ -121,9 +119,11 @@ class GroupedMLP(nn.Module):
     def deferred_gradients(self) -> DeferredGradients | None:
         """Return what takes over the weights' gradients of the forwards that get it: see DeferredGradients.
 
-        None where the backend has no such thing: quantized experts, and all backends but the reference.
+        None where the backend has no such thing: quantized experts, and all backends but the reference; and outside
+        forward where FSDP2 holds the weights, which are whole in forward alone.
         """
-        if self.config.quantization is not None or self.config.moe_expert_backend != "reference":
+        is_held_by_fsdp = "edp" in mesh_names(self.linear_fc1.weight)
+        if self.config.quantization is not None or self.config.moe_expert_backend != "reference" or is_held_by_fsdp:
             return None
         return DeferredGradients(self._weights(), DETERMINISTIC_ROWS if self.config.moe_deterministic else None)
 

@@ -1,8 +1,9 @@
-"""Process groups with parallel folding, and the rule that turns local gradients into those of the global objective."""
+"""Process groups with parallel folding, and which part of a tensor a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,6 @@ from torch import Tensor, nn
 from dispatchers.accounting import CommunicationCounter
 from dispatchers.collectives import RankGroup, group_of_one
 from router.collectives import all_reduce_sum
-from router.step import reset_global_aux_loss_tracker
-
-BUCKET_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +27,7 @@ class ProcessGroups:
         etp, ep, edp: tensor-, expert- and data-parallel ranks of the experts.
         tp_cp, dp_cp, tp_dp_cp, tp_ep: combined groups; tp_ep is etp x ep, tp_dp_cp is the world.
         mesh: DeviceMesh (dp, cp, tp), or None on one process.
+        dp_cp_mesh: its dimensions dp and cp as one, over which FSDP2 shards dense parameters; or None.
         expert_mesh: DeviceMesh (edp, ep, etp) over the same ranks, or None on one process.
         counter: counts what this rank's collectives over these groups move, by operation and group.
     """
@@ -44,6 +43,7 @@ class ProcessGroups:
     tp_dp_cp: dist.ProcessGroup
     tp_ep: dist.ProcessGroup
     mesh: Any = None
+    dp_cp_mesh: Any = None
     expert_mesh: Any = None
     counter: CommunicationCounter = field(default_factory=CommunicationCounter)
 
@@ -87,15 +87,17 @@ class ProcessGroups:
         world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
         mesh = world._unflatten(0, (world_size // (tp * cp), cp, tp), ("dp", "cp", "tp"))
         expert_mesh = world._unflatten(0, (world_size // (ep * etp), ep, etp), ("edp", "ep", "etp"))
+        dp_cp_mesh = mesh["dp", "cp"]._flatten("dp_cp")
         own: dict[str, Any] = {name: mesh.get_group(name) for name in ("tp", "cp", "dp")}
         own |= {name: expert_mesh.get_group(name) for name in ("etp", "ep", "edp")}
         return cls(
             **own,
             tp_cp=mesh["cp", "tp"]._flatten("tp_cp").get_group(),
-            dp_cp=mesh["dp", "cp"]._flatten("dp_cp").get_group(),
+            dp_cp=dp_cp_mesh.get_group(),
             tp_dp_cp=world.get_group(),
             tp_ep=expert_mesh["ep", "etp"]._flatten("tp_ep").get_group(),
             mesh=mesh,
+            dp_cp_mesh=dp_cp_mesh,
             expert_mesh=expert_mesh,
         )
 
@@ -154,7 +156,7 @@ def max_over_replicas(values: Tensor, groups: ProcessGroups) -> Tensor:
     values = values.clone()
     for name, group in (("edp", groups.edp), ("etp", groups.etp)):
         if group.size() > 1:
-            _count_reduced(RankGroup(group, name, counter=groups.counter), "all_reduce amax", values)
+            count_reduced(RankGroup(group, name, counter=groups.counter), "all_reduce amax", values)
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
 
@@ -167,6 +169,38 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_box(tensor: Any) -> tuple[slice, ...]:
+    """Return which indices of a whole parameter this rank holds, a slice for each dimension."""
+    if not hasattr(tensor, "to_local"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks a DTensor for
+    if not chunks:  # a rank behind the last of uneven shards
+        return tuple(slice(0, size) for size in local_tensor(tensor).shape)
+    offsets, sizes = chunks[0].offsets, chunks[0].sizes
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def mesh_names(parameter: Any) -> tuple[str, ...]:
+    """Return the names of the mesh dimensions that a parameter is a DTensor over; none for a plain tensor."""
+    return tuple(parameter.device_mesh.mesh_dim_names) if hasattr(parameter, "device_mesh") else ()
+
+
+def num_shards(parameter: Any) -> int:
+    """Return into how many parts the ranks have cut a parameter, 1 for a plain tensor."""
+    if not hasattr(parameter, "placements"):
+        return 1
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def split_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters in groups that one operation of an optimizer can take: DTensors of one mesh, or plain."""
+    groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(mesh_names(parameter), []).append(parameter)
+    return list(groups.values())
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -184,140 +218,22 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in experts]
 
 
-def finalize_gradients(
-    model: nn.Module, groups: ProcessGroups, num_microbatches: int = 1, *, num_tokens: int | Tensor | None = None
-) -> None:
-    """Turn each rank's gradients into those of the global objective.
-
-    Call it once per optimizer step, after the backward of every micro-batch. One rule for every scale:
-
-    - By default a rank's loss is the mean over its own tokens, and the objective is the mean over data-parallel ranks
-      and micro-batches. Dense gradients are averaged over DP x CP and summed over TP, whose ranks saw slices of the
-      sequence. Expert gradients are summed over EDP and divided by the DP x CP size, not by the EDP size, because an
-      expert has already summed the tokens of its EP group. Both are divided by num_microbatches.
-    - With calculate_per_token_loss a rank's loss is the sum over its valid tokens, and the objective is that sum over
-      all ranks and micro-batches divided by the number of those tokens: exact where counts differ. Dense gradients are
-      summed over all ranks, expert gradients over EDP, and both are divided by that number.
-
-    Auxiliary losses have arranged for either. A parameter that got no gradient gets zeros, so that every rank takes
-    part in every collective. The global batch of global_aux_loss ends here.
-
-    Args:
-        model: its parameters' `.grad` are overwritten.
-        groups: the groups that the model was built with.
-        num_microbatches: backward passes that were added up in `.grad`; without effect on per-token losses.
-        num_tokens: this rank's valid tokens in all micro-batches, with calculate_per_token_loss; else None.
-
-    Raises:
-        ValueError: num_microbatches < 1; num_tokens missing with calculate_per_token_loss, or given without it.
-
-    Collectives: with num_tokens an all_reduce of [] fp64 over tp_dp_cp; all_reduce of all dense gradients over
-        tp_dp_cp and of all expert gradients over edp, in buckets and in fp32 (fp64 for fp64). No host sync.
-    """
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 1.")
-    for name, module in model.named_modules():
-        per_token = getattr(getattr(module, "config", None), "calculate_per_token_loss", num_tokens is not None)
-        if per_token is not (num_tokens is not None):
-            way_out = "pass this rank's count" if num_tokens is None else "set it, or leave num_tokens out"
-            raise ValueError(
-                f"num_tokens ({num_tokens}) belongs to calculate_per_token_loss ({per_token} in"
-                f" {name or 'the model'}); {way_out}."
-            )
-    scale: float | Tensor = 1.0 / (groups.dp_cp.size() * num_microbatches)
-    dense, experts = dense_parameters(model), expert_parameters(model)
-    if num_tokens is not None:
-        device = next((p.device for p in (*dense, *experts)), None)
-        scale = 1.0 / sum_over_world(torch.as_tensor(num_tokens, dtype=torch.float64, device=device), groups).clamp(
-            min=1
-        )
-    _sum_gradients(dense, RankGroup(groups.tp_dp_cp, "tp_dp_cp", counter=groups.counter), scale)
-    _sum_gradients(experts, RankGroup(groups.edp, "edp", counter=groups.counter), scale)
-    reset_global_aux_loss_tracker(model)
-
-
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float, groups: ProcessGroups) -> Tensor:
-    """Scale all gradients so that their global norm is at most max_norm, and return the norm before.
-
-    Args:
-        model: its gradients must be final (`finalize_gradients`).
-        max_norm: the largest norm allowed; float("inf") only measures.
-        groups: the groups that the model was built with.
-
-    Returns:
-        [] fp64, equal on all ranks and to the norm on one rank. Each expert counts once, replicas do not add.
-
-    Collectives: one all_reduce of [1] fp64 over tp_ep. No host sync.
-    """
-    dense, experts = (
-        [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        for parameters in (dense_parameters(model), expert_parameters(model))
-    )
-    expert_square = _square_sum(experts)
-    if groups.tp_ep.size() > 1:
-        device = dense[0].device if dense else expert_square.device
-        expert_square = expert_square.to(device)
-        _count_reduced(RankGroup(groups.tp_ep, "tp_ep", counter=groups.counter), "all_reduce norm", expert_square)
-        dist.all_reduce(expert_square, group=groups.tp_ep)
-    norm = (_square_sum(dense) + expert_square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in (*dense, *experts):
-        grad.mul_(scale.to(grad.device, grad.dtype if grad.dtype == torch.float64 else torch.float32))
-    return norm
-
-
-def _square_sum(grads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, [] fp64."""
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    for grad in grads:
-        total += torch.linalg.vector_norm(grad.float() if grad.itemsize < 4 else grad).double().square()
-    return total
-
-
-@torch.no_grad()
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, scale: float | Tensor) -> None:
-    """Sum the gradients over the group and multiply by scale, in buckets of one dtype."""
-    buckets: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            if parameter.itemsize == 1:  # stored quantized: its gradient is fp32
-                parameter.grad_dtype = torch.float32
-            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-        grad = local_tensor(parameter.grad)
-        bucket = buckets.setdefault(grad.dtype, [])
-        bucket.append(grad)
-        if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
-            _sum_bucket(buckets.pop(grad.dtype), group, scale)
-    for bucket in buckets.values():
-        _sum_bucket(bucket, group, scale)
-
-
-def _sum_bucket(grads: list[Tensor], group: RankGroup, scale: float | Tensor) -> None:
-    """Sum the gradients of one dtype over the group through one flat buffer, and scale them."""
-    if group.size > 1:
-        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        flat = torch.cat([g.flatten().to(dtype) for g in grads]).mul_(_like(scale, grads[0]))
-        _count_reduced(group, "all_reduce gradients", flat)
-        dist.all_reduce(flat, group=group.group)
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-    elif isinstance(scale, Tensor) or scale != 1.0:
-        for grad in grads:
-            grad.mul_(_like(scale, grad))
-
-
-def _count_reduced(group: RankGroup, operation: str, values: Tensor) -> None:
+def count_reduced(group: RankGroup, operation: str, values: Tensor) -> None:
     """Count an all_reduce that is about to run."""
     if group.counter is not None:
         group.counter.add_reduced(operation, group.name, values.nbytes)
 
 
-def _like(scale: float | Tensor, grad: Tensor) -> float | Tensor:
-    """Return a scale that lies where the gradient does."""
-    return scale.to(grad.device) if isinstance(scale, Tensor) else scale
+def gather_over_tp(values: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return the values of every rank of tp, in rank order: [...] of one shape -> [TP, ...]. Not differentiable.
+
+    Collectives: one all_gather over tp.
+    """
+    values, size = values.contiguous(), groups.tp.size()
+    parts = [torch.empty_like(values) for _ in range(size)]
+    groups.counter.add_rows("all_gather cross-entropy", "tp", groups.tp.rank(), [1] * size, values.nbytes)
+    dist.all_gather(parts, values, group=groups.tp)
+    return torch.stack(parts)
 
 
 def sum_over_world(values: Tensor, groups: ProcessGroups) -> Tensor:

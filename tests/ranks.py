@@ -93,7 +93,7 @@ def run_ranks(
 @functools.cache
 def _forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "pytest"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "pytest"])
     return context
 
 

@@ -90,8 +90,8 @@ class WeightOperands:
 
 
 def _identity(weight: Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is replaced or changed in place."""
-    return weight.data_ptr(), weight._version
+    """Return what changes when a weight is replaced or changed in place; not when FSDP2 gathers it again."""
+    return weight.untyped_storage()._cdata, weight._version
 
 
 def _check_version(linear: int, kept: tuple[int, int], now: tuple[int, int]) -> None:
@@ -119,7 +119,7 @@ def keep_quantized_weights(model: nn.Module) -> Iterator[None]:
 
     Raises:
         RuntimeError: from a forward or backward in the block, if a weight was replaced or changed in place; for blocks
-            that nest.
+            that nest. What changes the shards of FSDP2 is not seen.
     """
     found = [
         operands

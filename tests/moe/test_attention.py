@@ -47,11 +47,13 @@ def attention_loop(attention: SelfAttention, hidden_states: Tensor, base: float)
             heads = []
             rows = [(weight @ hidden_states[j, b] + bias).split(HEAD) for j in range(s + 1)]
             for h in range(HEADS):
-                group = h // (HEADS // num_groups)
-                query = rotate(rows[s][h], s, base)
-                keys = [rotate(rows[j][HEADS + group], j, base) for j in range(s + 1)]
+                group, member = divmod(h, HEADS // num_groups)
+                first = group * (HEADS // num_groups + 2)  # a group's query heads, its key, its value
+                key_row, value_row = first + HEADS // num_groups, first + HEADS // num_groups + 1
+                query = rotate(rows[s][first + member], s, base)
+                keys = [rotate(rows[j][key_row], j, base) for j in range(s + 1)]
                 scores = torch.stack([query @ key / math.sqrt(HEAD) for key in keys]).softmax(0)
-                heads.append(sum(p * row[HEADS + num_groups + group] for p, row in zip(scores, rows, strict=True)))
+                heads.append(sum(p * row[value_row] for p, row in zip(scores, rows, strict=True)))
             output.append(torch.cat(heads) @ attention.linear_proj.weight.T)
     projected = torch.stack(output).view(SEQUENCE, BATCH, HIDDEN)
     return projected if attention.linear_proj.bias is None else projected + attention.linear_proj.bias

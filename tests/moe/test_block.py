@@ -58,7 +58,16 @@ def test_a_moe_layer_shows_the_number_of_its_block() -> None:
     assert "MoELayer 3:" in MoETransformerBlock(CONFIG, layer_number=3).mlp.describe()
 
 
-def test_slices_of_the_sequence_are_refused() -> None:
-    groups = replace(ProcessGroups.build(), tp_cp=GroupOfTwo())
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size x context_parallel_size \(2\) must be 1"):
-        MoETransformerBlock(CONFIG, groups)
+@pytest.mark.parametrize(
+    ("group", "changes", "message"),
+    [
+        ("cp", {}, r"context_parallel_size \(2\) must be 1 for a MoETransformerBlock"),
+        ("tp", {}, r"tensor_model_parallel_size \(2\) needs sequence_parallel \(False\)"),
+        ("tp", {"sequence_parallel": True}, r"num_query_groups \(1\) must be divisible by tensor_model_.* \(2\)"),
+        ("tp", {"sequence_parallel": True, "num_query_groups": None}, r"num_attention_heads \(3\) must be divisible"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(group: str, changes: dict[str, object], message: str) -> None:
+    groups = replace(ProcessGroups.build(), **{group: GroupOfTwo()})
+    with pytest.raises(ValueError, match=message):
+        MoETransformerBlock(replace(CONFIG, **changes), groups)

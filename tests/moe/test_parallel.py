@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe import MoEConfig, MoELayer, ProcessGroups, clip_grad_norm, finalize_gradients, parallel
+from moe import MoEConfig, MoELayer, ProcessGroups, clip_grad_norm, finalize_gradients
 from moe.parallel import (
     all_ranks_succeeded,
     dense_parameters,
@@ -226,7 +226,7 @@ def rule_worker(tp: int, cp: int, ep: int, etp: int, bucket_elements: int, num_m
     model.first.grad = torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1)
     model.experts.weight.grad = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * 10**rank
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(parallel, "BUCKET_ELEMENTS", bucket_elements)
+        monkeypatch.setattr("moe.gradients.BUCKET_ELEMENTS", bucket_elements)
         finalize_gradients(model, groups, num_microbatches)
     return {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe.parallel import ProcessGroups, finalize_gradients
+from moe import ProcessGroups, finalize_gradients
 from router import RouterConfig, TopKRouter, recompute
 from tests import reference
 from tests.ranks import run_ranks
@@ -92,7 +92,9 @@ def _run(layouts: list[Layout], names: list[str], fields: dict[str, object], pad
             probs, _ = router(hidden, padding)
             (probs * 0.0).sum().backward()
             num_tokens += hidden[..., 0].numel() if padding is None else int((~padding).sum())
-        per_token = num_tokens if router.config.calculate_per_token_loss else None
+        of_all_slices = torch.tensor(num_tokens)
+        dist.all_reduce(of_all_slices, group=groups.tp)
+        per_token = of_all_slices if router.config.calculate_per_token_loss else None
         finalize_gradients(router, groups, layout.num_microbatches, num_tokens=per_token)
         losses = torch.stack([getattr(router, name) for name in names]) / dist.get_world_size()
         dist.all_reduce(losses)

@@ -1,0 +1,135 @@
+"""FSDP2 for models of this library: dense parameters over DP x CP, expert parameters over EDP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe.block import MoETransformerBlock
+from moe.parallel import ProcessGroups, local_tensor
+
+
+def apply_fsdp(
+    model: nn.Module,
+    groups: ProcessGroups,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard parameters, gradients and optimizer state with FSDP2, and return the same model.
+
+    Each block's experts are one unit over edp, the rest of the block one over dp_cp, what remains another. Experts are
+    cut along their own dimension where it is long enough, else along H. A rank keeps its shard, and has one unit whole
+    at a time: before its forward and again before its backward.
+
+    FSDP2 sums gradients and divides by nothing: `finalize_gradients` scales them, as it does without FSDP2, and sums
+    what is left to sum. Call it, and build the optimizer after this. Forwards and backwards of several micro-batches
+    add up in the sharded gradients.
+
+    Args:
+        model: built with `groups`; also a MoELayer, or a module with blocks anywhere inside. Its modules with
+            `expert_parallel = True` are experts. On the meta device it gets its initial values here, a unit at a time:
+            no rank ever holds the whole model.
+        groups: what `ProcessGroups.build` returned, under torch.distributed.
+        param_dtype: of parameters in forward and backward, for example bfloat16 over fp32 masters; None: their own.
+        reduce_dtype: gradients are summed in it; None: fp32, or fp64 for fp64 parameters.
+        reshard_after_forward: False keeps each unit whole until its backward: more memory, one all_gather less.
+
+    Raises:
+        ValueError: torch.distributed is not initialised; parameters of 8 bits.
+
+    Collectives: none here. In forward and backward of a unit an all_gather of its parameters, in backward a
+        reduce_scatter of its gradients, by FSDP2 itself; groups.counter does not see them.
+
+    Source: torch.distributed.fsdp.fully_shard.
+    """
+    if groups.mesh is None:
+        raise ValueError("apply_fsdp needs torch.distributed: start with torchrun, and build groups after that.")
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if any(dtype.itemsize == 1 for dtype in dtypes):
+        raise ValueError(
+            "fp8_param (True) is not available with apply_fsdp: gradients of FP8 weights bypass autograd; leave it out."
+        )
+    if reduce_dtype is None:
+        reduce_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+
+    def policy(*, casts_inputs: bool) -> MixedPrecisionPolicy:
+        # Experts get tokens in the dtype of the model and probs in fp32, which must stay.
+        return MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=casts_inputs)
+
+    experts = [module for module in model.modules() if getattr(module, "expert_parallel", False)]
+    blocks = [module for module in model.modules() if isinstance(module, MoETransformerBlock) and module is not model]
+    device = torch.device(groups.mesh.device_type)
+    for module in experts:
+        _materialize(module, device)
+        fully_shard(
+            module,
+            mesh=groups.expert_mesh["edp"],
+            mp_policy=policy(casts_inputs=False),
+            shard_placement_fn=partial(_shard_of_experts, num_shards=groups.edp.size()),
+            **options,
+        )
+        module.register_forward_pre_hook(_show_tensors, prepend=True)
+        module.register_forward_pre_hook(_hide_tensors)
+    for module in (*blocks, model):
+        _materialize(module, device)
+        if module not in experts:
+            fully_shard(module, mesh=groups.dp_cp_mesh, mp_policy=policy(casts_inputs=True), **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def _shard_of_experts(parameter: nn.Parameter, num_shards: int) -> Any:
+    """Return how a parameter [L, ...] of experts is cut: along L, or along H where L is too short and H divides.
+
+    H is dimension 3 of fc1's weight [L, G, F, H] and 1 of fc2's [L, H, F]; ETP has cut F.
+    """
+    from torch.distributed.tensor import Shard
+
+    local = local_tensor(parameter)
+    dim = 3 if local.ndim == 4 else 1
+    is_cut_along_h = num_shards > local.shape[0] and local.ndim > 2 and local.shape[dim] % num_shards == 0
+    return Shard(dim) if is_cut_along_h else Shard(0)
+
+
+def _show_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hand FSDP2's hook the tensors inside an ExpertInput: it reduces gradients once theirs are known, else at the end.
+
+    (ExpertInput, ...) -> (tokens [R, H], probs [M], ExpertInput, ...)
+    """
+    return args[0].tokens, args[0].probs, *args
+
+
+def _hide_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the tensors that came back from FSDP2's hook into the ExpertInput."""
+    tokens, probs, expert_input, *rest = args
+    return replace(expert_input, tokens=tokens, probs=probs), *rest
+
+
+@torch.no_grad()
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Give what is on the meta device storage and initial values, inner modules first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    is_meta = False
+    for part in module.modules():
+        if any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            part.to_empty(device=device, recurse=False)
+            is_meta = True
+    if not is_meta:
+        return
+    for part in reversed(list(module.modules())):
+        is_left_to_the_model = type(part) in (nn.Linear, nn.Embedding) and hasattr(part.weight, "device_mesh")
+        if hasattr(part, "reset_parameters") and not isinstance(part, FSDPModule) and not is_left_to_the_model:
+            part.reset_parameters()  # type: ignore[operator]  # a method, not a buffer
