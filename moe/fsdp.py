@@ -69,7 +69,7 @@ def apply_fsdp(
     blocks = [module for module in model.modules() if isinstance(module, MoETransformerBlock) and module is not model]
     device = torch.device(groups.mesh.device_type)
     for module in experts:
-        _materialize(module, device)
+        _materialize(module, model, device)
         fully_shard(
             module,
             mesh=groups.expert_mesh["edp"],
@@ -80,7 +80,7 @@ def apply_fsdp(
         module.register_forward_pre_hook(_show_tensors, prepend=True)
         module.register_forward_pre_hook(_hide_tensors)
     for module in (*blocks, model):
-        _materialize(module, device)
+        _materialize(module, model, device)
         if module not in experts:
             fully_shard(module, mesh=groups.dp_cp_mesh, mp_policy=policy(casts_inputs=True), **options)
     for module in model.modules():
@@ -118,8 +118,11 @@ def _hide_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device storage and initial values, inner modules first."""
+def _materialize(module: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Give what is on the meta device storage and initial values, inner modules first.
+
+    A model with `reset_parameters` draws torch's own modules there, so they draw nothing: values do not depend on TP.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     is_meta = False
@@ -130,6 +133,6 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     if not is_meta:
         return
     for part in reversed(list(module.modules())):
-        is_left_to_the_model = type(part) in (nn.Linear, nn.Embedding) and hasattr(part.weight, "device_mesh")
+        is_left_to_the_model = type(part) in (nn.Linear, nn.Embedding) and hasattr(model, "reset_parameters")
         if hasattr(part, "reset_parameters") and not isinstance(part, FSDPModule) and not is_left_to_the_model:
             part.reset_parameters()  # type: ignore[operator]  # a method, not a buffer

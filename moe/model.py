@@ -70,7 +70,7 @@ class MoEGPT(nn.Module):
         std = self.config.init_method_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
                 whole = torch.empty(module.weight.shape, dtype=module.weight.dtype, device=module.weight.device)
                 whole.normal_(std=residual_std if name.endswith("linear_proj") else std)
                 local_tensor(module.weight).copy_(whole[local_box(module.weight)])
