@@ -125,14 +125,16 @@ def _materialize(module: nn.Module, model: nn.Module, device: torch.device) -> N
     """
     from torch.distributed.fsdp import FSDPModule
 
+    sharded = {part for unit in module.modules() if isinstance(unit, FSDPModule) for part in unit.modules()}
+    parts = [part for part in module.modules() if part not in sharded]
     is_meta = False
-    for part in module.modules():
+    for part in parts:
         if any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             part.to_empty(device=device, recurse=False)
             is_meta = True
     if not is_meta:
         return
-    for part in reversed(list(module.modules())):
+    for part in reversed(parts):
         is_left_to_the_model = type(part) in (nn.Linear, nn.Embedding) and hasattr(model, "reset_parameters")
-        if hasattr(part, "reset_parameters") and not isinstance(part, FSDPModule) and not is_left_to_the_model:
+        if hasattr(part, "reset_parameters") and not is_left_to_the_model:
             part.reset_parameters()  # type: ignore[operator]  # a method, not a buffer
