@@ -32,6 +32,7 @@ from moe import (
     MoEGPT,
     ProcessGroups,
     TransformerConfig,
+    apply_fsdp,
     clip_grad_norm,
     collect_metrics,
     finalize_gradients,
@@ -43,7 +44,7 @@ from moe.arguments import add_config_arguments, add_parallel_arguments, config_f
 from moe.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from moe.checkpoint_folders import whole_steps
 from moe.metrics import LOSSES
-from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, sum_over_world
+from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, split_by_mesh, sum_over_world
 
 BATCH_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size")
 STEP_FLAGS = ("train_iters", "exit_interval", "eval_interval", "eval_iters", "save_interval", "ckpt_step")
@@ -92,6 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--adam-beta2", type=float, default=0.95)
     add("--adam-eps", type=float, default=1e-8)
     add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--use-torch-fsdp2", action="store_true", help="shard parameters, gradients and optimizer state (FSDP2)")
+    add("--fsdp-compute-dtype", choices=("bf16",), help="with --use-torch-fsdp2: compute in it, over fp32 parameters")
+    add("--optimizer-impl", choices=("foreach", "fused"), help="of AdamW; default: torch's choice")
     add("--seed", type=int, default=1234, help="of initial weights and of the order of the data")
     add("--eval-interval", type=int, default=25, help="steps between two looks at the held-out text")
     add("--eval-iters", type=int, default=4, help="micro-batches of a rank in one look")
@@ -118,6 +122,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--ckpt-step ({args.ckpt_step}) says which checkpoint of --load to take; give --load too.")
     if args.load and args.load.exists() and not args.load.is_dir():
         raise ValueError(f"--load ({args.load}) must be a folder that --save wrote.")
+    if args.fsdp_compute_dtype and not args.use_torch_fsdp2:
+        raise ValueError(f"--fsdp-compute-dtype ({args.fsdp_compute_dtype}) belongs to --use-torch-fsdp2; give it too.")
     if args.params_dtype == torch.float16:
         raise ValueError("--fp16 needs loss scaling, which this script does not have; use --bf16 or fp32.")
     num_gpus, num_ranks_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -172,19 +178,21 @@ def num_microbatches(args: argparse.Namespace, groups: ProcessGroups) -> int:
 
 
 def build_optimizer(model: MoEGPT, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW; expert parameters (DTensors when sharded) stand in groups of their own, masters for FP8 ones."""
+    """Return AdamW; DTensors of one mesh and plain parameters stand in groups of their own, masters for FP8 ones."""
     masters = MasterWeights(model)
     param_groups = [
         {
             "params": [p for p in masters.of(parameters) if (p.ndim > 1) == is_matrix],
             "weight_decay": args.weight_decay * is_matrix,
         }
-        for parameters in (dense_parameters(model), expert_parameters(model))
+        for kind in (dense_parameters(model), expert_parameters(model))
+        for parameters in split_by_mesh(kind)
         for is_matrix in (True, False)
     ]
     param_groups = [group for group in param_groups if group["params"]]
     betas = (args.adam_beta1, args.adam_beta2)
-    optimizer = torch.optim.AdamW(param_groups, lr=args.lr, betas=betas, eps=args.adam_eps)
+    impl = {args.optimizer_impl: True} if args.optimizer_impl else {}
+    optimizer = torch.optim.AdamW(param_groups, lr=args.lr, betas=betas, eps=args.adam_eps, **impl)
     masters.attach(optimizer)
     return optimizer
 
@@ -203,14 +211,21 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, config: TransformerConfig, corpus: ByteCorpus) -> None:
         self.args, self.corpus, self.groups = args, corpus, groups_from_args(args, args.device)
         self.is_signalled = False
-        self.rank, self.num_ranks = self.groups.dp.rank(), self.groups.dp.size()
+        self.rank, self.num_ranks = self.groups.tp_dp_cp.rank(), self.groups.tp_dp_cp.size()
+        self.data_rank, self.num_data_ranks = self.groups.dp.rank(), self.groups.dp.size()
         self.device = torch.device(args.device)
         self.num_microbatches = num_microbatches(args, self.groups)
-        self.tokens_per_step = self.num_ranks * self.num_microbatches * args.micro_batch_size * args.seq_length
+        self.tokens_per_step = self.num_data_ranks * self.num_microbatches * args.micro_batch_size * args.seq_length
         self.train_data = SequenceSampler(corpus.train, args.seq_length, args.micro_batch_size, args.seed)
         self.heldout_data = SequenceSampler(corpus.valid, args.seq_length, args.micro_batch_size, args.seed)
+        if args.seq_length % (tp := self.groups.tp.size()):
+            raise ValueError(
+                f"--seq-length ({args.seq_length}) must be divisible by --tensor-model-parallel-size ({tp})."
+            )
         torch.manual_seed(args.seed)
         self.model = MoEGPT(config, self.groups).to(self.device)
+        if args.use_torch_fsdp2:
+            apply_fsdp(self.model, self.groups, param_dtype=torch.bfloat16 if args.fsdp_compute_dtype else None)
         self.optimizer = build_optimizer(self.model, args)
         self.step = self._resume()
         self.say(
@@ -279,11 +294,11 @@ class Trainer:
             group["lr"] = learning_rate(args, self.step)
         self.model.zero_grad(set_to_none=True)
         self.groups.counter.reset()  # bytes of this step alone
-        torch.manual_seed(args.seed + 1 + self.step * self.groups.tp_dp_cp.size() + self.groups.tp_dp_cp.rank())
+        torch.manual_seed(args.seed + 1 + self.step * self.num_ranks + self.rank)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         with keep_quantized_weights(self.model):
             for micro_step in range(self.num_microbatches):
-                inputs, targets = self.train_data.batch(self.step, micro_step, self.rank, self.num_ranks)
+                inputs, targets = self.train_data.batch(self.step, micro_step, self.data_rank, self.num_data_ranks)
                 loss = self.model(inputs.to(self.device), targets.to(self.device))  # [B, S], [B, S] -> []
                 loss.backward()
                 loss_sum += self._per_token(loss.detach(), targets)
@@ -325,11 +340,11 @@ class Trainer:
         """Return the loss on the held-out text in nats per byte, the same windows at every call."""
         self.model.eval()
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
-        num_batches = self.args.eval_iters * self.num_ranks
-        for inputs, targets in self.heldout_data.heldout_batches(num_batches, self.rank, self.num_ranks):
+        num_batches = self.args.eval_iters * self.num_data_ranks
+        for inputs, targets in self.heldout_data.heldout_batches(num_batches, self.data_rank, self.num_data_ranks):
             losses += self._per_token(self.model(inputs.to(self.device), targets.to(self.device)), targets)
         self.model.train()
-        return sum_over_world(losses, self.groups).item() / num_batches
+        return sum_over_world(losses, self.groups).item() / (self.args.eval_iters * self.num_ranks)
 
     @torch.no_grad()
     def sample(self, prompt: bytes, num_bytes: int, generator: torch.Generator) -> str:
@@ -337,8 +352,11 @@ class Trainer:
         text = list(prompt)
         self.model.eval()
         for _ in range(num_bytes):
-            window = torch.tensor([text[-self.args.seq_length :]], device=self.device)  # [1, S]
-            scores = self.model(window)[0, -1, :VOCAB_SIZE].float().cpu() / 0.8  # [V]
+            known = text[-self.args.seq_length :]
+            window = torch.tensor([known + [0] * (-len(known) % self.groups.tp.size())], device=self.device)  # [1, S]
+            padding = torch.arange(window.shape[1], device=self.device).unsqueeze(0) >= len(known)
+            logits = self.model(window, padding_mask=padding)[0, len(known) - 1]  # -> [V]
+            scores = logits[:VOCAB_SIZE].float().cpu() / 0.8
             text.append(int(torch.multinomial(scores.softmax(-1), 1, generator=generator)))
         self.model.train()
         return bytes(text).decode("utf-8", errors="replace")

@@ -162,8 +162,23 @@ def outputs(folder: Path) -> list[str]:
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     tiny: list[str], tmp_path: Path, options: list[str]
 ) -> None:
+    assert_exact_resume(tiny, tmp_path, options, ["--expert-model-parallel-size", "2"])
+
+
+TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["--use-torch-fsdp2", "--expert-model-parallel-size", "2"], ["--use-torch-fsdp2"], TENSOR_PARALLEL],
+    ids=["FSDP2, EP", "FSDP2", "TP, ETP"],
+)
+def test_a_resumed_run_is_exact_in_every_layout(tiny: list[str], tmp_path: Path, layout: list[str]) -> None:
+    assert_exact_resume(tiny, tmp_path, ["--global-batch-size", "4"], layout)
+
+
+def assert_exact_resume(tiny: list[str], tmp_path: Path, options: list[str], shared: list[str]) -> None:
     flags = [*tiny, *options, "--train-iters", "10"]
-    shared = ["--expert-model-parallel-size", "2"]
     parts = [*flags, *shared, *outputs(tmp_path / "parts")]
     assert run_ranks(train_worker, 2, [*flags, *shared, *outputs(tmp_path / "whole")]) == [10, 10]
     assert run_ranks(train_worker, 2, [*parts, "--exit-interval", "5"]) == [5, 5]
@@ -380,7 +395,12 @@ def test_a_wrong_flag_ends_a_process_with_2_and_one_line(tiny: list[str]) -> Non
     [
         (["--num-experts", "3", "--expert-model-parallel-size", "2"], r"num_moe_experts \(3\).*\(2\)"),
         (["--expert-model-parallel-size", "3"], r"The number of ranks \(2\).*expert_model_parallel_size \(3\)"),
-        (["--tensor-model-parallel-size", "2"], r"tensor_model_parallel_size x context_parallel_size \(2\) must be 1"),
+        (["--tensor-model-parallel-size", "2"], r"tensor_model_parallel_size \(2\) needs sequence_parallel"),
+        (
+            ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "15"],
+            r"--seq-length \(15\) must be divisible by --tensor-model-parallel-size \(2\)",
+        ),
+        (["--context-parallel-size", "2"], r"context_parallel_size \(2\) must be 1"),
         (["--global-batch-size", "6"], r"--global-batch-size \(6\).*data-parallel ranks \(2\) = 4"),
         (["--moe-router-topk", "9"], r"moe_router_topk \(9\)"),
     ],
