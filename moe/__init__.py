@@ -14,6 +14,7 @@ from dispatchers import (
 from moe.activations import Activation
 from moe.block import MoETransformerBlock
 from moe.checkpoint import load_checkpoint, save_checkpoint
+from moe.checkpoint_async import AsyncCheckpointer
 from moe.config import MoEConfig, TransformerConfig
 from moe.expert_linear import MasterWeights
 from moe.experts import GroupedMLP
@@ -51,6 +52,7 @@ from router import (
 __all__ = [
     "MLP",
     "Activation",
+    "AsyncCheckpointer",
     "CommunicationCounter",
     "ExpertChoiceRouter",
     "ExpertInput",

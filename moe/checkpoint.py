@@ -11,15 +11,15 @@ directory/
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moe.checkpoint_folders import (
     find_folder,
@@ -33,8 +33,10 @@ from moe.checkpoint_folders import (
     write_durably,
 )
 from moe.checkpoint_state import (
+    caller_tensors,
     check_targets,
     empty_slots,
+    empty_tensors,
     hyper_parameters,
     master_weights,
     model_state,
@@ -42,7 +44,9 @@ from moe.checkpoint_state import (
     optimizer_state,
     parameter_names,
     restore_options,
+    rng_state,
     saved_options,
+    set_rng_state,
 )
 from moe.parallel import all_ranks_succeeded
 
@@ -60,6 +64,19 @@ class LoadedCheckpoint:
     step: int
     extra: dict[str, Any]  # as given to `save_checkpoint`, after a round trip through JSON
     path: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # those that all ranks gave, on the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """All that a save still has to write."""
+
+    folder: Path
+    writing: Path
+    step: int
+    state: dict[str, Tensor]
+    meta: str
+    keep_last: int
 
 
 def save_checkpoint(
@@ -69,12 +86,14 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     keep_last: int = 2,
 ) -> Path:
     """Write `directory/iter_<step>`, point the latest-iteration file to it, then remove older checkpoints.
 
     A crash at any moment leaves the previous checkpoint whole and named. A checkpoint of the same step is replaced;
-    those of later steps, from a run that was rolled back, are left alone.
+    those of later steps, from a run that was rolled back, are left alone. The states of torch's random generators of
+    every rank are saved too.
 
     Args:
         directory: on a file system that all ranks share; made if need be, used by one job at a time.
@@ -82,7 +101,9 @@ def save_checkpoint(
         model: its `state_dict()` holds tensors alone. DTensors are saved with their global shape, each chunk once;
             a plain tensor must be the same on all ranks, because one rank's copy is saved.
         optimizer: its state holds tensors alone. Hyper-parameters that JSON cannot hold are left out.
-        extra: JSON-able; comes back from `load_checkpoint`.
+        extra: JSON-able; comes back from `load_checkpoint`. One rank's copy is saved.
+        tensors: further tensors by name, for example routing records; also come back. A name that several ranks give
+            must have the same tensor there: put the rank into the name of what differs.
         keep_last: how many checkpoints of steps up to `step` stay, this one included.
 
     Returns:
@@ -95,31 +116,58 @@ def save_checkpoint(
 
     Collectives: three of all_ranks_succeeded and those of torch.distributed.checkpoint.save, on the default group.
     """
+    save = prepare_save(directory, step, model, optimizer, extra=extra, tensors=tensors, keep_last=keep_last)
+    finish_save(save)
+    return save.folder
+
+
+def prepare_save(
+    directory: str | os.PathLike[str],
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    extra: dict[str, Any] | None,
+    tensors: Mapping[str, Tensor] | None,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+) -> _Save:
+    """Collect what `save_checkpoint` saves, which still shares memory with model and optimizer; see there.
+
+    Collectives: one of all_ranks_succeeded on the group, by default the default group.
+    """
     if step < 0:
         raise ValueError(f"step ({step}) must be at least 0.")
     if keep_last < 1:
         raise ValueError(f"keep_last ({keep_last}) must be at least 1: the new checkpoint itself stays.")
-    from moe.checkpoint_storage import write_tensors
-
     folder = Path(directory) / folder_name(step)
     writing = folder.with_name(f".writing-{folder.name}")
-    with _on_all_ranks(f"preparing {folder}", RuntimeError):
-        state = model_state(model) | optimizer_state(model, optimizer)
+    with _on_all_ranks(f"preparing {folder}", RuntimeError, group):
+        state = model_state(model) | optimizer_state(model, optimizer) | caller_tensors(tensors) | rng_state()
         meta = _meta_json(step, model, optimizer, extra)
         if _is_first_rank():
             remove_leftovers(folder.parent)
             writing.mkdir(parents=True)
-    with _on_all_ranks(f"writing {folder}", RuntimeError):
-        index = write_tensors(writing, state)
+    return _Save(folder=folder, writing=writing, step=step, state=state, meta=meta, keep_last=keep_last)
+
+
+def finish_save(save: _Save, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `prepare_save` returned, and publish it once every rank has written.
+
+    Collectives: two of all_ranks_succeeded and those of torch.distributed.checkpoint.save, on the group.
+    """
+    from moe.checkpoint_storage import write_tensors
+
+    with _on_all_ranks(f"writing {save.folder}", RuntimeError, group):
+        index = write_tensors(save.writing, save.state, group)
         if _is_first_rank():
-            write_durably(writing / "index.json", json.dumps(index))
-            write_durably(writing / "meta.json", meta)
-            flush_folder(writing)
-    with _on_all_ranks(f"publishing {folder}", RuntimeError):
+            write_durably(save.writing / "index.json", json.dumps(index))
+            write_durably(save.writing / "meta.json", save.meta)
+            flush_folder(save.writing)
+    with _on_all_ranks(f"publishing {save.folder}", RuntimeError, group):
         if _is_first_rank():
-            publish(writing, folder, step)
-            prune(folder.parent, step, keep_last)
-    return folder
+            publish(save.writing, save.folder, save.step)
+            prune(save.folder.parent, save.step, save.keep_last)
 
 
 def load_checkpoint(
@@ -131,7 +179,8 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Copy a checkpoint into `model` and `optimizer`, whatever layout of ranks wrote it.
 
-    The optimizer's state is made anew, and its hyper-parameters (lr, betas, ...) are set to the saved values; only
+    With an optimizer the run goes on: torch's random generators get their saved states, if as many ranks wrote it. The
+    optimizer's state is made anew, and its hyper-parameters (lr, betas, ...) are set to the saved values; only
     `foreach`, `fused`, `capturable` and `differentiable` stay as they are.
 
     Args:
@@ -156,9 +205,10 @@ def load_checkpoint(
             meta = _read_meta(folder)
             index = open_index(folder)
         targets, slots, saved = model_state(model), {}, index.tensors
-        if optimizer is None:
-            saved = {name: entry for name, entry in saved.items() if not name.startswith("optimizer.")}
-        else:
+        targets |= empty_tensors(saved, is_resumed=optimizer is not None)
+        is_left = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
+        saved = {name: entry for name, entry in saved.items() if name in targets or not name.startswith(is_left)}
+        if optimizer is not None:
             names = parameter_names(model, optimizer)
             options = saved_options(folder, meta["optimizer"], names, optimizer)
             slots = empty_slots(names, optimizer, saved)
@@ -171,18 +221,20 @@ def load_checkpoint(
             optimizer.state.clear()
             optimizer.state.update(slots)
             restore_options(optimizer, options)
-    return LoadedCheckpoint(step=meta["step"], extra=meta["extra"], path=folder)
+            set_rng_state(targets)
+    tensors = {name.removeprefix("tensors."): t for name, t in targets.items() if name.startswith("tensors.")}
+    return LoadedCheckpoint(step=meta["step"], extra=meta["extra"], path=folder, tensors=tensors)
 
 
 @contextmanager
-def _on_all_ranks(action: str, failure: type[Exception]) -> Iterator[None]:
+def _on_all_ranks(action: str, failure: type[Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run the block on every rank, and raise on all of them where it failed on one."""
     error: BaseException | None = None
     try:
         yield
     except _FAILURES as caught:
         error = caught
-    texts = all_ranks_succeeded(error)
+    texts = all_ranks_succeeded(error, group)
     if isinstance(error, ValueError | FileNotFoundError):
         raise error
     if error is not None or any(texts):

@@ -2,6 +2,8 @@
 
 model.<name in model.state_dict()>
 optimizer.<parameter's name in model>.<key of the optimizer's state>
+tensors.<name that the caller gave>
+rng.<number of ranks>.<rank>.<cpu or cuda>
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -28,6 +31,51 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
             kind = "on the meta device" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"{name} is {kind}, and a checkpoint holds real tensors alone: materialise or drop it.")
     return state
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Return the states of torch's random generators of this rank, by name: [bytes] uint8."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    prefix = _rng_prefix()
+    return {f"{prefix}{device}": state for device, state in states.items()}
+
+
+def set_rng_state(states: Mapping[str, Tensor]) -> None:
+    """Restore what `rng_state` returned on this rank of as many ranks; without such a state nothing happens."""
+    for name, state in states.items():
+        if name == f"{_rng_prefix()}cpu":
+            torch.set_rng_state(state)
+        elif name == f"{_rng_prefix()}cuda" and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state)
+
+
+def _rng_prefix() -> str:
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return f"rng.{size}.{rank}."
+
+
+def caller_tensors(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return the caller's tensors by their name in a checkpoint.
+
+    Raises:
+        ValueError: something else than a tensor.
+    """
+    for name, value in (tensors or {}).items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"tensors[{name!r}] is a {type(value).__name__}; extra takes what is no tensor.")
+    return {f"tensors.{name}": value.detach() for name, value in (tensors or {}).items()}
+
+
+def empty_tensors(saved: Mapping[str, "TensorStorageMetadata"], *, is_resumed: bool) -> dict[str, Tensor]:
+    """Return zeros on the host for the caller's tensors, and for this rank's random generators where a run goes on."""
+    prefix = _rng_prefix()
+    return {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if name.startswith("tensors.") or (is_resumed and name.startswith(prefix))
+    }
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:

@@ -128,20 +128,21 @@ class _CheckedReader(FileSystemReader):
         return tensor
 
 
-def write_tensors(folder: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+def write_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Write every tensor of `state` under `folder` and return the content of `index.json`.
 
     Raises:
         RuntimeError: on every rank, naming each rank that failed.
         ValueError: this rank does not see every file that was written.
 
-    Collectives: those of torch.distributed.checkpoint.save on the default group.
+    Collectives: those of torch.distributed.checkpoint.save on the group, by default the default group.
     """
     with _without_group_warning(), _rank_errors(RuntimeError):
         metadata = save(
             dict(state),
             storage_writer=_ChecksumWriter(folder, sync_files=True, overwrite=False),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
             no_dist=not dist.is_initialized(),
         )
     tensors: dict[str, Any] = {}
@@ -258,6 +259,9 @@ def _rank_errors(failure: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _without_group_warning() -> Iterator[None]:
+    if dist.is_initialized():  # filters belong to all threads, and an asynchronous save has one of its own
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

@@ -244,20 +244,21 @@ def sum_over_world(values: Tensor, groups: ProcessGroups) -> Tensor:
     return all_reduce_sum(values, group=groups.tp_dp_cp, name="tp_dp_cp", counter=groups.counter)
 
 
-def all_ranks_succeeded(error: BaseException | None) -> list[str]:
+def all_ranks_succeeded(error: BaseException | None, group: dist.ProcessGroup | None = None) -> list[str]:
     """Tell all ranks how each of them fared.
 
     Args:
         error: what went wrong on this rank, or None.
+        group: of all ranks; None: the default group.
 
     Returns:
-        One text per rank of the default group, "" where all went well.
+        One text per rank, "" where all went well.
 
-    Collectives: one all_gather_object over the default group, which also is a barrier; none without a group.
+    Collectives: one all_gather_object over the group, which also is a barrier; none without torch.distributed.
     """
     text = "" if error is None else f"{type(error).__name__}: {error}"
     if not dist.is_initialized():
         return [text]
     texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text, group=group)
     return texts
