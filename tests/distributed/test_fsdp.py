@@ -194,6 +194,26 @@ def test_mixed_precision_keeps_probs_gradients_and_sums_in_fp32() -> None:
         assert seen["sum"] == [1 + 2.0**-8 + 2.0**-8] * 4
 
 
+def early_worker() -> None:
+    """When backward reaches block 1, the experts of block 2 have handed their gradients over and are cut again."""
+    groups, seen = ProcessGroups.build(1), []
+    model = apply_fsdp(make(groups), groups)
+    experts = model.layers[2].mlp.experts
+
+    def look(gradient: Tensor) -> None:
+        weight = experts.linear_fc1.weight
+        seen.append((weight.grad is not None, weight.device_mesh.mesh_dim_names))
+
+    model.layers[1].register_forward_hook(lambda module, args, output: output.register_hook(look) and None)
+    tokens, labels, _ = global_batch(0)
+    model(tokens, labels).backward()
+    assert seen == [(True, ("edp",))]
+
+
+def test_experts_reduce_their_gradients_at_once() -> None:
+    run_ranks(early_worker, 2)
+
+
 def layer_worker() -> None:
     """A MoELayer alone: its gradients are those without FSDP."""
     config = MoEConfig(
