@@ -28,6 +28,7 @@ from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_me
 from text_data import VOCAB_SIZE, ByteCorpus, SequenceSampler, default_text_files, find_text_files
 
 from moe import (
+    AsyncCheckpointer,
     MasterWeights,
     MoEGPT,
     ProcessGroups,
@@ -47,7 +48,15 @@ from moe.metrics import LOSSES
 from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, split_by_mesh, sum_over_world
 
 BATCH_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size")
-STEP_FLAGS = ("train_iters", "exit_interval", "eval_interval", "eval_iters", "save_interval", "ckpt_step")
+STEP_FLAGS = (
+    "train_iters",
+    "exit_interval",
+    "eval_interval",
+    "eval_iters",
+    "save_interval",
+    "save_keep_last",
+    "ckpt_step",
+)
 NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sample_bytes")
 
 DEFAULT_AUX_LOSS_COEFF = 0.01  # where no type of balancing is asked for
@@ -101,6 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eval-iters", type=int, default=4, help="micro-batches of a rank in one look")
     add("--save", type=Path, help="folder for checkpoints")
     add("--save-interval", type=int, default=50, help="steps between two checkpoints; the last step is saved too")
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
+    add("--save-keep-last", type=int, default=2, help="checkpoints that stay in --save")
+    add("--exit-signal-handler", action="store_true", help="SIGTERM ends the run after its step, with a checkpoint")
     add("--load", type=Path, help="go on from the latest checkpoint in this folder, if there is one")
     add("--ckpt-step", type=int, help="load the checkpoint of this step, not the latest")
     add("--output-dir", type=Path, help="folder for metrics.jsonl, pictures and the TensorBoard log")
@@ -120,6 +132,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--vocab-size ({args.vocab_size}) must be at least {VOCAB_SIZE}: a token is a byte.")
     if args.ckpt_step is not None and args.load is None:
         raise ValueError(f"--ckpt-step ({args.ckpt_step}) says which checkpoint of --load to take; give --load too.")
+    for name in ("async_save", "exit_signal_handler"):
+        if getattr(args, name) and args.save is None:
+            raise ValueError(f"--{name.replace('_', '-')} belongs to --save; give it too.")
     if args.load and args.load.exists() and not args.load.is_dir():
         raise ValueError(f"--load ({args.load}) must be a folder that --save wrote.")
     if args.fsdp_compute_dtype and not args.use_torch_fsdp2:
@@ -138,7 +153,16 @@ def start_process_group(device: str = "cpu", timeout_minutes: float = 1.0) -> No
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    backend = "nccl" if device == "cuda" else "gloo"
+    # torchrun (2.13) keeps one store over its restarts, and ranks would find the addresses of those that died. On one
+    # host its count of restarts keeps them apart; on several see docs/two-hosts.md.
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == "0" or not is_one_host:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"restart {restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 @contextmanager
@@ -211,6 +235,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, config: TransformerConfig, corpus: ByteCorpus) -> None:
         self.args, self.corpus, self.groups = args, corpus, groups_from_args(args, args.device)
         self.is_signalled = False
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        self.checkpointer = AsyncCheckpointer(timeout) if args.async_save else None
         self.rank, self.num_ranks = self.groups.tp_dp_cp.rank(), self.groups.tp_dp_cp.size()
         self.data_rank, self.num_data_ranks = self.groups.dp.rank(), self.groups.dp.size()
         self.device = torch.device(args.device)
@@ -241,10 +267,18 @@ class Trainer:
         if self.log:
             self.log.truncate_after(self.step)
 
-    def end_by_signal(self, *_: object) -> NoReturn:
-        """Handle a signal: end the step, and remember why, since libraries between here and main may wrap the error."""
+    def end_by_signal(self, number: int, _: object) -> None:
+        """Handle a signal: end at once, or after the step, and remember why: libraries may wrap the error."""
         self.is_signalled = True
-        raise KeyboardInterrupt
+        if number != signal.SIGTERM or not self.args.exit_signal_handler:
+            raise KeyboardInterrupt
+
+    def _is_told_to_end(self) -> bool:
+        """Return whether any rank got the signal that ends the run after its step. One all_reduce, if asked for."""
+        if not self.args.exit_signal_handler:
+            return False
+        told = torch.tensor(int(self.is_signalled), device=self.device)
+        return bool(sum_over_world(told, self.groups).item())
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -282,8 +316,17 @@ class Trainer:
 
     def _save(self, loss: float) -> None:
         """Save a checkpoint. Raises OSError on all ranks where one could not write."""
+        save = save_checkpoint if self.checkpointer is None else self.checkpointer.save
+        keep_last = self.args.save_keep_last
         try:
-            save_checkpoint(self.args.save, self.step, self.model, self.optimizer, extra={"loss": loss})
+            save(self.args.save, self.step, self.model, self.optimizer, extra={"loss": loss}, keep_last=keep_last)
+        except (RuntimeError, ValueError) as error:
+            raise OSError(f"{error}; earlier checkpoints are untouched.") from error
+
+    def _finish_saving(self) -> None:
+        """Wait for the last checkpoint. Raises OSError on all ranks where one could not write."""
+        try:
+            self.checkpointer.close()
         except (RuntimeError, ValueError) as error:
             raise OSError(f"{error}; earlier checkpoints are untouched.") from error
 
@@ -367,17 +410,21 @@ class Trainer:
         last_step = min(args.train_iters, args.exit_interval or args.train_iters)
         bar = ProgressBar(args.train_iters, first_step) if self.rank == 0 else None
         record: dict = {}
-        while self.step < last_step:
+        is_ending = False
+        while self.step < last_step and not is_ending:
             record = self.train_step()
-            if self.step % args.eval_interval == 0 or self.step == last_step:
+            is_ending = self._is_told_to_end()
+            if self.step % args.eval_interval == 0 or self.step == last_step or is_ending:
                 record["eval_loss"] = self.evaluate()
             if bar:
                 shown = {name: record.get(name) for name in ("loss", "tokens_per_s", "eval_loss")}
                 bar.update(self.step, **shown, imbalance=max(record["load_imbalance"], default=1.0))
             if self.log:
                 self.log.write(record)
-            if args.save and (self.step % args.save_interval == 0 or self.step == last_step):
+            if args.save and (self.step % args.save_interval == 0 or self.step == last_step or is_ending):
                 self._save(record["loss"])
+        if self.checkpointer is not None:
+            self._finish_saving()
         if bar:
             bar.close()
         if record:

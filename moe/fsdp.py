@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,8 +76,6 @@ def apply_fsdp(
             shard_placement_fn=partial(_shard_of_experts, num_shards=groups.edp.size()),
             **options,
         )
-        module.register_forward_pre_hook(_show_tensors, prepend=True)
-        module.register_forward_pre_hook(_hide_tensors)
     for module in (*blocks, model):
         _materialize(module, model, device)
         if module not in experts:
@@ -101,20 +98,6 @@ def _shard_of_experts(parameter: nn.Parameter, num_shards: int) -> Any:
     dim = 3 if local.ndim == 4 else 1
     is_cut_along_h = num_shards > local.shape[0] and local.ndim > 2 and local.shape[dim] % num_shards == 0
     return Shard(dim) if is_cut_along_h else Shard(0)
-
-
-def _show_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hand FSDP2's hook the tensors inside an ExpertInput: it reduces gradients once theirs are known, else at the end.
-
-    (ExpertInput, ...) -> (tokens [R, H], probs [M], ExpertInput, ...)
-    """
-    return args[0].tokens, args[0].probs, *args
-
-
-def _hide_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put the tensors that came back from FSDP2's hook into the ExpertInput."""
-    tokens, probs, expert_input, *rest = args
-    return replace(expert_input, tokens=tokens, probs=probs), *rest
 
 
 @torch.no_grad()

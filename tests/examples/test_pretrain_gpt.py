@@ -63,10 +63,11 @@ def tiny(text: str) -> list[str]:
     return [*TINY, "--data-path", text]
 
 
-def command(flags: list[str], num_ranks: int = 0) -> list[str]:
+def command(flags: list[str], num_ranks: int = 0, max_restarts: int = 0) -> list[str]:
     """Return the command line: plain for 0 ranks, else under torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    return [sys.executable, *torchrun, str(SCRIPT), *flags]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun += ["--max-restarts", str(max_restarts)]
+    return [sys.executable, *(torchrun if num_ranks else []), str(SCRIPT), *flags]
 
 
 def environment() -> dict[str, str]:
@@ -105,10 +106,10 @@ def train_worker(flags: list[str]) -> int:
     return trainer.step
 
 
-def saved_state(folder: Path, flags: list[str]) -> dict[str, Tensor]:
-    """Return every tensor of the latest checkpoint, read into a fresh model on one process."""
+def saved_state(folder: Path, flags: list[str], step: int | None = None) -> dict[str, Tensor]:
+    """Return every tensor of a checkpoint, by default the latest, read into a fresh model on one process."""
     trainer = make_trainer([*flags, "--load", str(folder)])
-    assert trainer.step == latest_step(folder)
+    assert trainer.step == (step or latest_step(folder))
     state = model_state(trainer.model) | optimizer_state(trainer.model, trainer.optimizer)
     return {name: tensor.clone() for name, tensor in state.items()}
 
@@ -203,10 +204,13 @@ def test_100_steps_equal_50_and_50_under_torchrun(tiny: list[str], tmp_path: Pat
 
 
 @contextlib.contextmanager
-def running_job(flags: list[str], checkpoints: Path, log: Path) -> Iterator[tuple[subprocess.Popen, list]]:
+def running_job(
+    flags: list[str], checkpoints: Path, log: Path, max_restarts: int = 0
+) -> Iterator[tuple[subprocess.Popen, list]]:
     """Start two ranks, wait for their first checkpoint, give the job and its ranks; end what is left of them."""
+    line = command(flags, 2, max_restarts)
     with log.open("w") as stream:
-        job = subprocess.Popen(command(flags, 2), stdout=stream, stderr=subprocess.STDOUT, env=environment())
+        job = subprocess.Popen(line, stdout=stream, stderr=subprocess.STDOUT, env=environment())
     children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + TIMEOUT_S
