@@ -95,6 +95,7 @@ def test_every_flag_exists():
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     ).stdout
     torchrun = {"--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--standalone"}
+    torchrun |= {"--max-restarts"}
     benchmark = {"--shapes", "--dtypes", "--rounds", "--peer", "--threads"}
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", README)) - torchrun - benchmark
     assert used, "the pattern finds no flag"
