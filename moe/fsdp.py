@@ -40,7 +40,7 @@ def apply_fsdp(
         reshard_after_forward: False keeps each unit whole until its backward: more memory, one all_gather less.
 
     Raises:
-        ValueError: torch.distributed is not initialised; parameters of 8 bits.
+        ValueError: torch.distributed is not initialised; parameters of 8 bits; a model that is sharded already.
 
     Collectives: none here. In forward and backward of a unit an all_gather of its parameters, in backward a
         reduce_scatter of its gradients, by FSDP2 itself; groups.counter does not see them.
@@ -51,40 +51,45 @@ def apply_fsdp(
         raise ValueError("apply_fsdp needs torch.distributed: start with torchrun, and build groups after that.")
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if any(dtype.itemsize == 1 for dtype in dtypes):
-        raise ValueError(
-            "fp8_param (True) is not available with apply_fsdp: gradients of FP8 weights bypass autograd; leave it out."
-        )
+    _check_can_shard(model)
     if reduce_dtype is None:
-        reduce_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        has_fp64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        reduce_dtype = torch.float64 if has_fp64 else torch.float32
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
-
-    def policy(*, casts_inputs: bool) -> MixedPrecisionPolicy:
-        # Experts get tokens in the dtype of the model and probs in fp32, which must stay.
-        return MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=casts_inputs)
-
+    dense = options | {"mesh": groups.dp_cp_mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
+    # Experts get tokens in the dtype of the model and probs in fp32, which must stay.
+    precision = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    placement = partial(_shard_of_experts, num_shards=groups.edp.size())
+    expert = options | {
+        "mesh": groups.expert_mesh["edp"],
+        "mp_policy": precision,
+        "shard_placement_fn": placement,
+    }
+    device = torch.device(groups.mesh.device_type)
     experts = [module for module in model.modules() if getattr(module, "expert_parallel", False)]
     blocks = [module for module in model.modules() if isinstance(module, MoETransformerBlock) and module is not model]
-    device = torch.device(groups.mesh.device_type)
-    for module in experts:
+    for module in (*experts, *blocks, model):
+        if isinstance(module, FSDPModule):
+            continue  # the model is an expert itself
         _materialize(module, model, device)
-        fully_shard(
-            module,
-            mesh=groups.expert_mesh["edp"],
-            mp_policy=policy(casts_inputs=False),
-            shard_placement_fn=partial(_shard_of_experts, num_shards=groups.edp.size()),
-            **options,
-        )
-    for module in (*blocks, model):
-        _materialize(module, model, device)
-        if module not in experts:
-            fully_shard(module, mesh=groups.dp_cp_mesh, mp_policy=policy(casts_inputs=True), **options)
+        fully_shard(module, **(expert if module in experts else dense))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return model
+
+
+def _check_can_shard(model: nn.Module) -> None:
+    """Raise ValueError for a model that is sharded already, or whose weights are stored in 8 bits."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("apply_fsdp was applied to this model or a part of it before; once is enough.")
+    if any(parameter.itemsize == 1 for parameter in model.parameters()):
+        raise ValueError(
+            "fp8_param (True) is not available with apply_fsdp: gradients of FP8 weights bypass autograd; leave it out."
+        )
 
 
 def _shard_of_experts(parameter: nn.Parameter, num_shards: int) -> Any:

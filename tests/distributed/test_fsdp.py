@@ -252,3 +252,6 @@ def refusal_worker() -> None:
     )
     with pytest.raises(ValueError, match=r"fp8_param \(True\) is not available with apply_fsdp"):
         apply_fsdp(MoEGPT(config, groups), groups)
+    model = apply_fsdp(MoEGPT(CONFIG, groups), groups)
+    with pytest.raises(ValueError, match=r"apply_fsdp was applied to this model or a part of it before"):
+        apply_fsdp(model, groups)
