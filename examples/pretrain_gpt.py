@@ -24,7 +24,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_metrics, summary_table
+from run_picture import draw_report
+from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, sample_metrics, summary_table
 from text_data import VOCAB_SIZE, ByteCorpus, SequenceSampler, default_text_files, find_text_files
 
 from moe import (
@@ -44,7 +45,7 @@ from moe import (
 from moe.arguments import add_config_arguments, add_parallel_arguments, config_from_args, groups_from_args
 from moe.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from moe.checkpoint_folders import whole_steps
-from moe.metrics import LOSSES
+from moe.metrics import BYTES, FIGURES, LOSSES
 from moe.parallel import all_ranks_succeeded, dense_parameters, expert_parameters, split_by_mesh, sum_over_world
 
 BATCH_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size")
@@ -365,13 +366,10 @@ class Trainer:
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,
             "tokens_per_s": self.tokens_per_step / (time.perf_counter() - started),
-            "load_imbalance": metrics.load_imbalance.tolist(),
             "expert_load": metrics.tokens_per_expert.tolist(),
             **{name: getattr(metrics, name).mean().item() if len(metrics.layer_names) else 0.0 for name in LOSSES},
-            "drop_rate": metrics.drop_rate.tolist(),
-            "dispatch_bytes": metrics.dispatch_bytes,
-            "combine_bytes": metrics.combine_bytes,
-            "communication_bytes": metrics.communication_bytes,
+            **{name: getattr(metrics, name).tolist() for name in FIGURES},
+            **{name: getattr(metrics, name) for name in BYTES},
         }
 
     def _per_token(self, loss: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -418,6 +416,8 @@ class Trainer:
                 record["eval_loss"] = self.evaluate()
             if bar:
                 shown = {name: record.get(name) for name in ("loss", "tokens_per_s", "eval_loss")}
+                shown["num_dead_experts"] = sum(record["num_dead_experts"])
+                shown["drop_rate"] = max(record["drop_rate"], default=0.0)
                 bar.update(self.step, **shown, imbalance=max(record["load_imbalance"], default=1.0))
             if self.log:
                 self.log.write(record)
@@ -461,11 +461,14 @@ class Trainer:
         self.log.close()
         files, folder = [self.log.path], self.args.output_dir
         try:
-            draw_loss(read_metrics(self.log.path), folder / "loss.png", unigram_nats)
+            records = sample_metrics(self.log.path)
+            draw_loss(records, folder / "loss.png", unigram_nats)
             files.append(folder / "loss.png")
             if self.model.moe_layers():
-                draw_expert_load(read_metrics(self.log.path), folder / "expert_load.png")
+                draw_expert_load(records, folder / "expert_load.png")
                 files.append(folder / "expert_load.png")
+            draw_report(records, folder / "report.png", folder.resolve().name)
+            files.append(folder / "report.png")
         except ImportError as error:
             print(f"no pictures: {error}")
         return files

@@ -1,24 +1,29 @@
 """What a training run shows while it runs and leaves behind: progress bar, metrics log, pictures, closing table.
 
-Used by rank 0 alone. A record is a dict, one a step: step, loss, lr, grad_norm, tokens_per_s, aux_loss, load_imbalance
-(one number a MoE layer), expert_load (E token counts a MoE layer) and, after an evaluation, eval_loss. Losses are nats
-per byte, tokens_per_s is over all ranks, load_imbalance is the busiest expert's tokens over the mean (1 = balanced).
+    python examples/run_report.py RUN_DIR        draws RUN_DIR/report.png anew from RUN_DIR/metrics.jsonl
+
+Used by rank 0 alone. A record is a dict, one a step: step, loss, lr, grad_norm, tokens_per_s, aux_loss and its like,
+bytes by kind and, after an evaluation, eval_loss; a list with a number a MoE layer: load_imbalance, load_entropy,
+normalized_load_entropy, num_dead_experts, drop_rate, pad_share; expert_load (E token counts a MoE layer). Losses are
+nats per byte, tokens_per_s is over all ranks; the rest is as `moe.MoEMetrics` has it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-Record = dict[str, Any]
-MAX_COLUMNS = 240  # of a heat map; the counts of more records than this are added up
+from run_picture import MAX_COLUMNS, Record, draw_report, new_figure
+
+MAX_BYTES = 64 * 2**20  # of a log that pictures read in full; of a longer one they read every n-th record
 
 
 class ProgressBar:
@@ -40,16 +45,29 @@ class ProgressBar:
         self._line_length = 0  # characters of the line that stands on the terminal
 
     def update(
-        self, step: int, *, loss: float, tokens_per_s: float, imbalance: float, eval_loss: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        imbalance: float,
+        eval_loss: float | None = None,
+        num_dead_experts: int = 0,
+        drop_rate: float = 0.0,
     ) -> None:
-        """Show the state after `step` steps, counted from the start of training; the last eval_loss stays in view."""
+        """Show the state after `step` steps, counted from the start of training; the last eval_loss stays in view.
+
+        Dead experts, over all layers, and the drop rate are shown where they are above 0.
+        """
         self._eval_loss = self._eval_loss if eval_loss is None else eval_loss
         seconds_per_step = (time.monotonic() - self._started) / max(1, step - self.first_step)
         time_left = timedelta(seconds=round(seconds_per_step * (self.total_steps - step)))
         held_out = "" if self._eval_loss is None else f" | held-out {self._eval_loss:.3f}"
+        dead = f" | dead experts {num_dead_experts}" if num_dead_experts else ""
+        dropped = f" | dropped {drop_rate:.1%}" if drop_rate else ""
         text = (
             f"step {step}/{self.total_steps} | loss {loss:.3f}{held_out} | {tokens_per_s:,.0f} tokens/s"
-            f" | max/mean load {imbalance:.2f} | ETA {time_left}"
+            f" | max/mean load {imbalance:.2f}{dead}{dropped} | ETA {time_left}"
         )
         done = step / max(1, self.total_steps)
         if self.stream.isatty():
@@ -91,7 +109,7 @@ class RunLog:
             except ImportError:
                 print('no TensorBoard log; for one: pip install "moe-pipeline[plots]".', file=sys.stderr)
         self._last_step: int | None = None
-        self._replace(read_metrics(self.path) if self.path.exists() else [])
+        self._replace(iterate_metrics(self.path) if self.path.exists() else [])
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record and flush it; NaN and infinity become null.
@@ -113,7 +131,7 @@ class RunLog:
     def truncate_after(self, step: int) -> None:
         """Drop the records of later steps; 0 empties the log."""
         self.close()
-        self._replace([record for record in read_metrics(self.path) if record["step"] <= step])
+        self._replace(record for record in iterate_metrics(self.path) if record["step"] <= step)
 
     def close(self) -> None:
         """Close the files."""
@@ -122,45 +140,93 @@ class RunLog:
             self._writer.close()
             self._writer = None
 
-    def _replace(self, records: Sequence[Record]) -> None:
+    def _replace(self, records: Iterable[Record]) -> None:
         """Make the file hold these records and open it to append; a crash leaves the old file or the new one."""
         scratch = self.path.with_suffix(".partial")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        self._last_step = None
+        with scratch.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record) + "\n")
+                self._last_step = record["step"]
         scratch.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        self._last_step = records[-1]["step"] if records else None
 
     def _mirror(self, record: Record) -> None:
         if self._writer is None:  # purge_step hides what an earlier run wrote for this step and later ones
             folder = self.directory / "tensorboard"
             self._writer = self._writer_class(str(folder), purge_step=record["step"], flush_secs=10)
         scalars = dict(record)
-        for layer, imbalance in enumerate(scalars.pop("load_imbalance", None) or [], start=1):
-            scalars[f"load_imbalance/moe_layer_{layer}"] = imbalance
+        for name, values in record.items():
+            if isinstance(values, list):
+                scalars |= {f"{name}/moe_layer_{layer}": value for layer, value in enumerate(values, start=1)}
         for name, value in scalars.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, record["step"])
 
 
-def read_metrics(path: str | Path) -> list[Record]:
-    """Return the records of a metrics.jsonl, in order, without a last line that a crash tore.
+def iterate_metrics(path: str | Path) -> Iterator[Record]:
+    """Yield the records of a metrics.jsonl, in order, without a last line that a crash tore.
 
     Raises:
         ValueError: a line is no record, and not for being torn.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    records: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):
-                break
-            record = None
-        if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"{path}, line {number} ({line[:40]!r}) must be a JSON object with a step; remove it.")
-        records.append(record)
+    for _, record in _parse_lines(Path(path), 1):
+        yield record
+
+
+def read_metrics(path: str | Path) -> list[Record]:
+    """Return all that `iterate_metrics` yields."""
+    return list(iterate_metrics(path))
+
+
+def sample_metrics(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Record]:
+    """Return the records of a metrics.jsonl for pictures, whose time and memory stay bounded however long it is.
+
+    Up to max_bytes, all of them. Of a longer one every n-th, which are about max_bytes, and what lies between only
+    where it has an eval_loss: then without lists.
+
+    Raises:
+        ValueError: as `iterate_metrics`, for the lines that are read.
+    """
+    stride = math.ceil(Path(path).stat().st_size / max_bytes)
+    records = []
+    for number, record in _parse_lines(Path(path), max(1, stride)):
+        is_whole = stride <= 1 or number % stride == 0
+        records.append(record if is_whole else {key: value for key, value in record.items() if type(value) is not list})
     return records
+
+
+def _parse_lines(path: Path, stride: int) -> Iterator[tuple[int, Record]]:
+    """Yield (number from 0, record) of every stride-th line and of those with an eval_loss."""
+    with path.open("rb") as file:
+        line, number = file.readline(), -1
+        while line:
+            following, number = file.readline(), number + 1
+            if number % stride == 0 or b'"eval_loss"' in line:
+                record = _parse(line)
+                if record is not None:
+                    yield number, record
+                elif following or _is_json(line):
+                    text = line.decode(errors="replace").strip()[:40]
+                    raise ValueError(
+                        f"{path}, line {number + 1} ({text!r}) must be a JSON object with a step; remove it."
+                    )
+            line = following
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line is JSON of any kind."""
+    try:
+        json.loads(line.decode(errors="replace"))
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _parse(line: bytes) -> Record | None:
+    """Return the record of a line, None if it is none."""
+    record = json.loads(line.decode(errors="replace")) if _is_json(line) else None
+    return record if isinstance(record, dict) and "step" in record else None
 
 
 def draw_loss(records: Sequence[Record], path: str | Path, unigram_nats: float | None = None) -> None:
@@ -170,7 +236,7 @@ def draw_loss(records: Sequence[Record], path: str | Path, unigram_nats: float |
         ImportError: matplotlib is missing.
         ValueError: no record has a loss; single steps without one leave a gap.
     """
-    figure = _new_figure("draw_loss")
+    figure = new_figure("draw_loss")
     import numpy as np
 
     steps = [record["step"] for record in records]
@@ -209,7 +275,7 @@ def draw_expert_load(records: Sequence[Record], path: str | Path) -> None:
         ImportError: matplotlib is missing.
         ValueError: no record has an expert_load, or they differ in layers or experts.
     """
-    figure = _new_figure("draw_expert_load")
+    figure = new_figure("draw_expert_load")
     import numpy as np
     from matplotlib.colors import TwoSlopeNorm
 
@@ -278,18 +344,6 @@ def summary_table(
     return "\n".join([border, *(f"| {line:<{width}} |" for line in lines), border])
 
 
-def _new_figure(function_name: str) -> Any:
-    """Return an empty figure that draws without a display and without pyplot's global state."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'{function_name} needs matplotlib: pip install "moe-pipeline[plots]".') from error
-    figure = Figure(figsize=(8.0, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _finite_or_none(value: Any) -> Any:
     """Return value as JSON has it: tensors as lists, NaN and infinity as None, in lists too."""
     if hasattr(value, "tolist"):
@@ -297,3 +351,19 @@ def _finite_or_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main() -> None:
+    """Draw the report of the run in the folder that the command line names."""
+    parser = argparse.ArgumentParser(description="Draw report.png of a run from its metrics.jsonl.")
+    parser.add_argument("run_dir", type=Path, help="folder that holds metrics.jsonl")
+    folder = parser.parse_args().run_dir
+    try:
+        draw_report(sample_metrics(folder / "metrics.jsonl"), folder / "report.png", folder.resolve().name)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    print(folder / "report.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dispatchers.base import ExpertInput
 from moe.config import MoEConfig
 from moe.dispatching import build_dispatcher
 from moe.expert_function import gemm_dtype
@@ -18,6 +20,7 @@ from moe.zero_experts import ZeroComputationExperts
 from router.collectives import deepcopy_sharing_groups
 from router.expert_choice import ExpertChoiceRouter
 from router.gating import no_autocast
+from router.losses import on_backward
 from router.padding import RoutingMapPadding
 from router.router import TopKRouter, check_padding_mask
 
@@ -39,10 +42,14 @@ class MoELayer(nn.Module):
         shared_experts: SharedExpertMLP, or None.
         zero_experts: ZeroComputationExperts, or None.
         fc1_latent_proj, fc2_latent_proj: into and out of moe_latent_size; identities without it.
+        computed_slots: [] int64, slots that this rank's experts computed, padding included, since `collect_metrics`.
+            It advances as the router's counters do.
 
     Raises:
         ValueError: sizes that the groups do not divide.
     """
+
+    computed_slots: Tensor
 
     def __init__(self, config: MoEConfig, groups: ProcessGroups | None = None, layer_number: int | None = None) -> None:
         super().__init__()
@@ -58,6 +65,7 @@ class MoELayer(nn.Module):
         self.shared_experts = SharedExpertMLP(config, groups) if has_shared else None
         self.zero_experts = ZeroComputationExperts(config) if config.num_zero_experts else None
         self.fc1_latent_proj, self.fc2_latent_proj = _latent_projections(config)
+        self.register_buffer("computed_slots", torch.zeros((), dtype=torch.int64), persistent=False)
         self.run = _recomputed if config.moe_layer_recompute else _directly
 
     def forward(
@@ -105,6 +113,7 @@ class MoELayer(nn.Module):
         returning = []
         for in_transit, plan in departed:
             expert_input, plan = dispatcher.dispatch_postprocess(in_transit, plan)  # -> [R, latent], M slots
+            expert_input = self._counted(expert_input)
             expert_output = self.experts(expert_input, *deferred)  # [R, latent] -> [R, latent]
             returning.append((dispatcher.start_combine(expert_output, plan), plan))
         chunks = [dispatcher.combine_postprocess(rows, plan) for rows, plan in returning]  # -> [T / chunks, latent]
@@ -112,6 +121,21 @@ class MoELayer(nn.Module):
         output = self.fc2_latent_proj(latent)  # [S, B, latent] -> [S, B, H]
         shared = late(hidden_states) if late is not None else shared
         return output if shared is None else output + shared
+
+    def _counted(self, expert_input: ExpertInput) -> ExpertInput:
+        """Return the same input; in training its M slots count once, when the gradient of its probs is there."""
+        if not (self.training and torch.is_grad_enabled()):
+            return expert_input
+        num_slots = expert_input.probs.shape[0]
+
+        def count() -> None:
+            self.computed_slots.add_(num_slots)
+
+        return replace(expert_input, probs=on_backward(expert_input.probs, count))
+
+    def reset_parameters(self) -> None:
+        """Zero the counter of slots; each stage has a method of this name for its own parameters."""
+        self.computed_slots.zero_()
 
     @property
     def _overlaps_shared_experts(self) -> bool:

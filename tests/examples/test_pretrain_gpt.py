@@ -29,7 +29,7 @@ from moe import ProcessGroups, TransformerConfig
 from moe.arguments import config_from_args, field_comments
 from moe.checkpoint import latest_step
 from moe.checkpoint_state import model_state, optimizer_state
-from moe.metrics import LOSSES
+from moe.metrics import BYTES, FIGURES, LOSSES
 from tests.ranks import run_ranks
 
 SCRIPT = Path(pretrain_gpt.__file__)
@@ -435,7 +435,7 @@ def test_fewer_tokens_than_ranks_and_dense_layers_train(tiny: list[str], tmp_pat
     dense = [*tiny, "--train-iters", "2", "--moe-layer-freq", "[0]*2", "--output-dir", str(tmp_path / "dense")]
     make_trainer(dense).train()
     assert records_of(tmp_path / "dense")[1]["expert_load"] == []
-    assert sorted(path.name for path in (tmp_path / "dense").glob("*.png")) == ["loss.png"]
+    assert sorted(path.name for path in (tmp_path / "dense").glob("*.png")) == ["loss.png", "report.png"]
 
 
 def test_a_damaged_newest_checkpoint_is_refused_and_an_older_one_loads(tiny: list[str], tmp_path: Path) -> None:
@@ -508,15 +508,14 @@ def test_one_process_without_torchrun_leaves_log_pictures_and_figures(tiny: list
     result = run_job([*tiny, "--train-iters", "15", "--lr", "1e-2", "--output-dir", str(tmp_path)])
     assert result.returncode == 0, result.stderr
     records = records_of(tmp_path)
-    num_bytes = ("dispatch_bytes", "combine_bytes", "communication_bytes")
-    names = {"step", "loss", "lr", "grad_norm", "load_imbalance", "expert_load", "drop_rate", *num_bytes, *LOSSES}
+    names = {"step", "loss", "lr", "grad_norm", "expert_load", *FIGURES, *BYTES, *LOSSES}
     assert [record.keys() ^ names for record in records] == [
         {"eval_loss"} if record["step"] % 5 == 0 else set() for record in records
     ]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
     assert held_out[2] < held_out[1] < held_out[0]
     assert held_out[2] < 4.5  # from ln 256 = 5.55
-    for picture in ("loss.png", "expert_load.png"):
+    for picture in ("loss.png", "expert_load.png", "report.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert re.search(r"\| unigram baseline +\d\.\d{3} nats per byte +\|", result.stdout)

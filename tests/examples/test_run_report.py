@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import run_report
 import torch
-from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_metrics, summary_table
+from run_report import ProgressBar, RunLog, draw_expert_load, draw_loss, read_metrics, sample_metrics, summary_table
 
 
 class Terminal(io.StringIO):
@@ -97,6 +98,13 @@ def test_terminal_line_is_redrawn_within_its_width(clock: list[float], monkeypat
     assert stream.getvalue().endswith("\n")
 
 
+def test_dead_experts_and_drops_are_shown_where_there_are_any(clock: list[float]) -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(1, stream=stream)
+    bar.update(1, loss=1.0, tokens_per_s=1.0, imbalance=2.5, num_dead_experts=3, drop_rate=0.125)
+    assert "| max/mean load 2.50 | dead experts 3 | dropped 12.5% | ETA" in stream.getvalue()
+
+
 def test_records_come_back_as_written_and_at_once(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "runs" / "a", use_tensorboard=False)
     log.write(
@@ -157,6 +165,14 @@ def test_a_last_line_torn_before_its_end_of_line_is_kept(tmp_path: Path) -> None
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
+@pytest.mark.parametrize("line", ["[1]", '{"loss": 1.0}'])
+def test_a_last_line_that_is_whole_and_no_record_is_an_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 .* must be a JSON object with a step"):
+        read_metrics(path)
+
+
 @pytest.mark.parametrize("line", ['{"step": 1, "lo', "[1]", '{"loss": 1.0}'])
 def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -170,7 +186,8 @@ def test_tensorboard_mirrors_scalars_and_forgets_steps_done_again(tmp_path: Path
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def record(step: int, loss: float) -> dict[str, Any]:
-        return {"step": step, "loss": loss, "lr": math.nan, "load_imbalance": [1.5, step], "expert_load": [[1, 2]]}
+        lists = {"load_imbalance": [1.5, step], "pad_share": [0.25, math.nan], "expert_load": [[1, 2], [3, 4]]}
+        return {"step": step, "loss": loss, "lr": math.nan, **lists}
 
     log = RunLog(tmp_path, use_tensorboard=True)
     for step in (1, 2, 3, 4):
@@ -183,7 +200,8 @@ def test_tensorboard_mirrors_scalars_and_forgets_steps_done_again(tmp_path: Path
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["load_imbalance/moe_layer_1", "load_imbalance/moe_layer_2", "loss"]
+    of_layers = ["load_imbalance/moe_layer_1", "load_imbalance/moe_layer_2", "loss", "pad_share/moe_layer_1"]
+    assert sorted(events.Tags()["scalars"]) == of_layers
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, 0.25)]
     assert [event.value for event in events.Scalars("load_imbalance/moe_layer_2")] == [1.0, 2.0, 3.0]
 
@@ -270,6 +288,30 @@ def test_load_picture_of_records_that_do_not_fit_is_refused(tmp_path: Path, figu
         records = [{"step": step, "expert_load": load} for step, load in enumerate(loads)]
         with pytest.raises(ValueError, match=r"expert_load must be \[layers\]\[E\] with one size"):
             draw_expert_load(records, tmp_path / "load.png")
+
+
+def test_pictures_read_a_sample_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = [{"step": step, "loss": 1.0, "expert_load": [[step, 9]]} for step in range(1, 101)]
+    whole[4]["eval_loss"] = 2.0
+    path.write_text("".join(json.dumps(record) + "\n" for record in whole) + '{"step": 101, "lo')
+    assert sample_metrics(path) == whole
+    sampled = sample_metrics(path, max_bytes=path.stat().st_size // 10 + 1)
+    thinned = {name: value for name, value in whole[4].items() if name != "expert_load"}
+    assert sampled == [whole[0], thinned, *whole[10::10]]
+
+
+def test_command_draws_the_report_anew(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, run_report.__file__, str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert "metrics.jsonl" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null, "expert_load": [[2, 0]]}\n')
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (drawn.returncode, drawn.stdout.strip()) == (0, str(tmp_path / "report.png")), drawn.stderr
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_summary_table_is_a_box_with_the_figures() -> None:
