@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.dispatcher_ranks import DISPATCHERS, PEERS, STAGES, Case, measure_all  # noqa: E402
+from dispatchers.collectives import Payload  # noqa: E402
+from dispatchers.wire import wire_format  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 RANK_COUNTS = [(4, "measured"), (8, "measured"), (64, "computed")]
@@ -62,29 +64,29 @@ def pairs_of_ranks(case: Case) -> tuple[Tensor, Tensor]:
 
 def computed(name: str, case: Case) -> dict[str, Table]:
     """Return what dispatcher `name` hands over in each stage, from the routing maps alone."""
+    if name not in (*DISPATCHERS, *PEERS):
+        raise ValueError(f"name ({name!r}) must be one of {[*DISPATCHERS, *PEERS]}.")
     num_ranks, num_experts, width = len(case.maps), case.num_experts, 2 * case.hidden_size
     pairs, distinct = pairs_of_ranks(case)  # [n, n]
     own_tokens = torch.tensor([m.shape[0] for m in case.maps]).unsqueeze(1).expand(num_ranks, num_ranks)
-    sent, returned = width, width  # bytes of a row in dispatch, in combine
-    if name in ("alltoall", "megatron-core alltoall"):
-        rows, counts, per_slot, gradients = pairs, num_experts, 4 * pairs, 4 * pairs
-    elif name in ("deduplicated", "deduplicated fp8"):
-        rows, counts = distinct, num_experts + num_ranks + 1
-        per_slot, gradients = (4 + 2) * pairs, 4 * pairs  # probs and ids; probs
-        sent = width if name == "deduplicated" else case.hidden_size + -(-case.hidden_size // 128)
-    elif name in ("allgather", "megatron-core allgather"):
-        columns = num_experts if name in PEERS else num_experts // num_ranks
-        rows, counts = own_tokens, 0 if name in PEERS else num_experts + 1
-        per_slot, gradients = (4 + 1) * columns * own_tokens, 4 * columns * own_tokens  # probs and map; probs
-        returned = 2 * width if name in PEERS else width  # megatron-core sums in the dtype of probs
+    own_name = name.removeprefix("megatron-core ").removesuffix(" fp8")
+    payload: Payload = "fp8" if name.endswith(" fp8") else "plain"
+    wire = wire_format(own_name, case.hidden_size, 2, num_experts, num_ranks, payload=payload)
+    counts, beside, gradient, returned = wire.counts, wire.beside, wire.beside_gradient, wire.returned
+    if own_name == "alltoall":
+        rows, slots = pairs, pairs
+    elif own_name == "deduplicated":
+        rows, slots = distinct, pairs
     else:
-        raise ValueError(f"name ({name!r}) must be one of {[*DISPATCHERS, *PEERS]}.")
+        rows, slots = own_tokens, own_tokens
+    if name == "megatron-core allgather":  # every expert's probs and map; no counts; sums in the dtype of probs
+        counts, beside, gradient, returned = 0, (4 + 1) * num_experts, 4 * num_experts, 2 * width
     none = torch.zeros_like(rows)
     found = {
-        "dispatch": (rows, sent, 8 * counts + per_slot),
+        "dispatch": (rows, wire.row, counts + beside * slots),
         "combine": (rows.t(), returned, none),
         "combine backward": (rows, returned, none),
-        "dispatch backward": (rows.t(), width, gradients.t()),
+        "dispatch backward": (rows.t(), width, gradient * slots.t()),
     }
     return {
         stage: {"rows": rows, "row_bytes": rows * row_bytes, "metadata_bytes": metadata}

@@ -85,15 +85,18 @@ def test_smallest_example_runs():
 
 
 def test_every_flag_exists():
-    help_text = subprocess.run(
-        [sys.executable, "examples/pretrain_gpt.py", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    ).stdout
+    help_text = "".join(
+        subprocess.run(
+            [sys.executable, *command, "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        ).stdout
+        for command in (["examples/pretrain_gpt.py"], ["-m", "moe.plan"])
+    )
     torchrun = {"--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--standalone"}
     torchrun |= {"--max-restarts"}
     benchmark = {"--shapes", "--dtypes", "--rounds", "--peer", "--threads"}
