@@ -18,6 +18,7 @@ from moe.checkpoint_async import AsyncCheckpointer
 from moe.config import MoEConfig, TransformerConfig
 from moe.expert_linear import MasterWeights
 from moe.experts import GroupedMLP
+from moe.export import export_safetensors, import_safetensors
 from moe.fsdp import apply_fsdp
 from moe.gradients import clip_grad_norm, finalize_gradients
 from moe.layer import MoELayer
@@ -80,10 +81,12 @@ __all__ = [
     "clip_grad_norm",
     "collect_metrics",
     "compute_routing_scores_for_aux_loss",
+    "export_safetensors",
     "finalize_gradients",
     "get_capacity",
     "get_updated_expert_bias",
     "group_limited_topk",
+    "import_safetensors",
     "keep_quantized_weights",
     "load_checkpoint",
     "pad_routing_map",
