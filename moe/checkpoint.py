@@ -9,7 +9,6 @@ directory/
   latest_checkpointed_iteration.txt
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from moe.checkpoint_folders import (
     whole_steps,
     write_durably,
 )
+from moe.checkpoint_json import read_json, sealed_json
 from moe.checkpoint_state import (
     caller_tensors,
     check_targets,
@@ -52,7 +52,7 @@ from moe.parallel import all_ranks_succeeded
 
 __all__ = ["LoadedCheckpoint", "latest_step", "load_checkpoint", "save_checkpoint"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # What files, tensors and JSON raise: it must reach the other ranks, or they wait for this one.
 _FAILURES = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, MemoryError, ArithmeticError)
 
@@ -161,7 +161,7 @@ def finish_save(save: _Save, group: dist.ProcessGroup | None = None) -> None:
     with _on_all_ranks(f"writing {save.folder}", RuntimeError, group):
         index = write_tensors(save.writing, save.state, group)
         if _is_first_rank():
-            write_durably(save.writing / "index.json", json.dumps(index))
+            write_durably(save.writing / "index.json", sealed_json(index))
             write_durably(save.writing / "meta.json", save.meta)
             flush_folder(save.writing)
     with _on_all_ranks(f"publishing {save.folder}", RuntimeError, group):
@@ -257,20 +257,22 @@ def _meta_json(
         "optimizer": None if optimizer is None else hyper_parameters(model, optimizer),
     }
     try:
-        return json.dumps(meta, indent=1)
+        return sealed_json(meta)
     except TypeError as error:
         raise ValueError(f"extra must hold what JSON can hold: {error}.") from error
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     file = folder / "meta.json"
+    meta = read_json(file)
     try:
-        meta = json.loads(file.read_bytes())
-        version, _ = meta["format_version"], (meta["step"], meta["extra"], meta["optimizer"])
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
+        version, step, extra, optimizer = (meta[key] for key in ("format_version", "step", "extra", "optimizer"))
+    except LookupError as error:
+        raise ValueError(f"{file} is damaged: it lacks {error}.") from error
     if version != FORMAT_VERSION:
         raise ValueError(f"{file} has format_version {version}, and this release reads {FORMAT_VERSION}: use its own.")
+    if type(step) is not int or not isinstance(extra, dict) or not isinstance(optimizer, dict | None):
+        raise ValueError(f"{file} is damaged: its step, extra or optimizer is of another kind.")
     return meta
 
 

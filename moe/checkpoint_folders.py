@@ -24,9 +24,12 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         ValueError: the file holds something else than a number.
     """
     file = Path(directory) / _LATEST
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
-    text = file.read_text("ascii", "replace").strip()
+    text = "something else than a file"
+    if file.is_file():
+        with file.open("rb") as stream:
+            text = stream.read(64).decode("ascii", "replace").strip()
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ValueError(f"{file} holds {text[:40]!r}, not a step; pass step=, one of {whole_steps(file.parent)}.")
     return int(text)

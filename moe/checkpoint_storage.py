@@ -6,12 +6,12 @@ unpickled is single tensors, by torch.load(weights_only=True), after their check
 """
 
 import io
-import json
 import math
 import pickle
 import re
 import struct
 import warnings
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +44,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from moe.checkpoint_json import read_json, regular_size
+
 _INDEX, _PICKLED_INDEX = "index.json", ".metadata"
 _FILE_NAME = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
 _ZIP_START = b"PK\x03\x04"
 # What the JSON index or torch.load raise on bytes that are not what they should be.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
-_UNREADABLE = (*_MALFORMED, OSError, EOFError, MemoryError, struct.error, pickle.UnpicklingError)
+_UNREADABLE = (*_MALFORMED, OSError, EOFError, MemoryError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class _Place(NamedTuple):
@@ -115,6 +117,7 @@ class _CheckedReader(FileSystemReader):
             # Other containers that torch.load knows are older and less guarded.
             if not content.startswith(_ZIP_START):
                 raise ValueError("not a zip archive")
+            _check_archive(content, math.prod(sizes) * entry.properties.dtype.itemsize)
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (entry.properties.dtype, sizes):
                 raise ValueError("not the tensor of the index")
@@ -173,18 +176,22 @@ def open_index(folder: Path) -> Index:
         ValueError: the index or a file is missing, damaged or truncated; the message names it.
     """
     file = folder / _INDEX
+    content = read_json(file)
     try:
-        content = json.loads(file.read_bytes())
         index = _parse(content)
         checksum = content["metadata_crc32"]
-    except (*_MALFORMED, OSError) as error:
+    except (*_MALFORMED, MemoryError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     for name, num_bytes in content["files"].items():
         data = folder / name
-        found = data.stat().st_size if data.is_file() else 0
+        try:
+            found = regular_size(data)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{data} is damaged: {type(error).__name__}: {error}.") from error
         if found != num_bytes:
             raise ValueError(f"{data} is damaged: it has {found} bytes, and its index says {num_bytes}.")
-    if zlib.crc32((folder / _PICKLED_INDEX).read_bytes()) != checksum:
+    # Only a listed file is known to be a regular one.
+    if _PICKLED_INDEX not in content["files"] or zlib.crc32((folder / _PICKLED_INDEX).read_bytes()) != checksum:
         raise ValueError(f"{folder / _PICKLED_INDEX} is damaged: checksum differs.")
     return index
 
@@ -225,6 +232,8 @@ def _parse(content: dict[str, Any]) -> Index:
                 raise ValueError(f"{name} has two chunks at {offsets}")
             boxes.append(box)
             places[key] = _parse_place(place, files)
+            if math.prod(box.sizes) * dtype.itemsize > places[key].num_bytes:
+                raise ValueError(f"a chunk of {name} {list(sizes)} has {places[key].num_bytes} bytes")
         _check_cover(name, shape, boxes)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, boxes)
     return Index(tensors, places)
@@ -238,13 +247,32 @@ def _parse_place(fields: list[Any], files: dict[str, int]) -> _Place:
 
 
 def _check_cover(name: str, shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> None:
-    """Raise unless the chunks lie inside the tensor and hold as many elements as it has."""
+    """Raise unless the chunks lie inside the tensor, are disjoint and hold as many elements as it has."""
     for box in boxes:
         for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
             if not (0 <= offset <= extent and 0 <= size <= extent - offset):
                 raise ValueError(f"a chunk of {name} {list(shape)} lies at {list(box.offsets)} + {list(box.sizes)}")
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         raise ValueError(f"the chunks of {name} do not cover its shape {list(shape)}")
+    if len(boxes) > 1 and len(shape) > 0:
+        starts = torch.tensor([box.offsets for box in boxes])  # [n, d]
+        ends = starts + torch.tensor([box.sizes for box in boxes])
+        shared = (torch.maximum(starts[:, None], starts) < torch.minimum(ends[:, None], ends)).all(-1)  # [n, n]
+        if int(shared.sum()) > int(shared.diagonal().sum()):
+            raise ValueError(f"chunks of {name} overlap")
+
+
+def _check_archive(content: bytes, num_bytes: int) -> None:
+    """Raise unless a zip archive holds one tensor of `num_bytes`, nothing compressed and little besides."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
+        raise ValueError("an entry is compressed")
+    if sum(entry.file_size for entry in entries) > len(content):
+        raise ValueError("entries overlap")
+    data = [entry.file_size for entry in entries if entry.filename.split("/")[-2:-1] == ["data"]]
+    if data != [num_bytes]:
+        raise ValueError(f"its data has {data} bytes, and the tensor {num_bytes}")
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Checkpoints: bitwise round trips between layouts of ranks, crashes at every step of a save, hostile files."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -501,11 +503,17 @@ class Hostile:
         return os.mkdir, (str(self.marker),)
 
 
+def seal(file: Path, content: dict[str, Any]) -> None:
+    """Write JSON with the checksum that an attacker would compute."""
+    content = {key: value for key, value in content.items() if key != "crc32"}
+    file.write_text(json.dumps({**content, "crc32": zlib.crc32(json.dumps(content, sort_keys=True).encode())}))
+
+
 def edit_index(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     file = folder / "index.json"
     index = json.loads(file.read_text())
     edit(index)
-    file.write_text(json.dumps(index))
+    seal(file, index)
 
 
 def assert_refused(directory: Path, text: str) -> None:
@@ -552,9 +560,9 @@ def test_a_hostile_data_file_with_a_fitting_index_runs_nothing(folder: Path, tmp
     marker = tmp_path / "marker"
     file = folder / "__0_0.distcp"
     if container == "pickle":
-        file.write_bytes(pickle.dumps(Hostile(marker)))
+        file.write_bytes(pickle.dumps(Hostile(marker)) + bytes(1 << 13))  # as many bytes as the largest tensor
     else:
-        torch.save(Hostile(marker), file)
+        torch.save([Hostile(marker), torch.zeros(1 << 13, dtype=torch.uint8)], file)
     content = file.read_bytes()
 
     def fit(index: dict[str, Any]) -> None:
@@ -575,7 +583,7 @@ def swap_tensors(index: dict[str, Any]) -> None:
 
 def test_another_tensor_in_place_of_the_right_one(folder: Path) -> None:
     edit_index(folder, swap_tensors)
-    assert_refused(folder.parent, r"do not hold model.router \(not the tensor of the index\)")
+    assert_refused(folder.parent, r"do not hold model.router \(its data has \[32\] bytes, and the tensor 160\)")
 
 
 def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
@@ -651,7 +659,85 @@ def test_the_offer_skips_damaged_checkpoints(folder: Path) -> None:
         load_checkpoint(folder.parent, make(3)[0])
 
 
+@pytest.mark.parametrize("changes", [{"step": "5"}, {"step": True}, {"extra": []}, {"optimizer": 3}])
+def test_meta_of_another_kind_is_damage(folder: Path, changes: dict[str, Any]) -> None:
+    file = folder / "meta.json"
+    seal(file, json.loads(file.read_text()) | changes)
+    assert_refused(folder.parent, r"meta.json is damaged: its step, extra or optimizer is of another kind")
+
+
+def huge(index: dict[str, Any]) -> None:
+    index["tensors"]["model.router"]["shape"] = [1 << 40, 5]
+    index["tensors"]["model.router"]["chunks"][0][1] = [1 << 40, 5]
+
+
+def overlapping(index: dict[str, Any]) -> None:
+    entry = index["tensors"]["model.router"]
+    place = entry["chunks"][0][2]
+    entry["chunks"] = [[[0, 0], [4, 5], place], [[3, 0], [4, 5], place]]
+
+
+def linked(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+
+
+@pytest.mark.parametrize("edit", [huge, overlapping])
+def test_an_index_that_claims_too_much_is_damage(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    edit_index(folder, edit)
+    assert_refused(folder.parent, r"index.json is damaged")
+
+
+def test_a_link_in_place_of_a_file_is_damage(folder: Path) -> None:
+    linked(folder)
+    assert_refused(folder.parent, r"__0_0.distcp is damaged: ValueError: it is no regular file")
+
+
+def test_a_flipped_bit_anywhere_is_found(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name in ("index.json", "meta.json", ".metadata", "__0_0.distcp"):
+        file = folder / name
+        content = file.read_bytes()
+        for _ in range(12):
+            position = int(torch.randint(len(content), (), generator=generator))
+            bit = 1 << int(torch.randint(8, (), generator=generator))
+            changed = bytearray(content)
+            changed[position] ^= bit
+            file.write_bytes(changed)
+            if name == "__0_0.distcp" and not inside_a_chunk(folder, position):
+                continue
+            with pytest.raises(ValueError, match=rf"{name} is damaged|{name} has format_version"):
+                load_checkpoint(folder.parent, *make(1))
+        file.write_bytes(content)
+    load_checkpoint(folder.parent, *make(1))
+
+
+def inside_a_chunk(folder: Path, position: int) -> bool:
+    """Whether a byte of the data file belongs to a chunk that a load of one process reads."""
+    tensors = json.loads((folder / "index.json").read_text())["tensors"].values()
+    places = [chunk[2] for entry in tensors for chunk in entry["chunks"]]
+    return any(start <= position < start + length for _, start, length, _ in places)
+
+
+def test_a_compressed_archive_is_not_unpacked(folder: Path) -> None:
+    file, buffer = folder / "__0_0.distcp", io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(1 << 26))  # 64 MiB in 64 kB
+    content = buffer.getvalue()
+    file.write_bytes(content)
+
+    def fit(index: dict[str, Any]) -> None:
+        index["files"][file.name] = len(content)
+        for entry in index["tensors"].values():
+            for chunk in entry["chunks"]:
+                chunk[2] = [file.name, 0, len(content), zlib.crc32(content)]
+
+    edit_index(folder, fit)
+    assert_refused(folder.parent, r"__0_0\.distcp is damaged: .*an entry is compressed")
+
+
 def test_a_format_of_the_future_is_refused(folder: Path) -> None:
     file = folder / "meta.json"
-    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 2'))
-    assert_refused(folder.parent, "meta.json has format_version 2, and this release reads 1")
+    seal(file, json.loads(file.read_text()) | {"format_version": 3})
+    assert_refused(folder.parent, "meta.json has format_version 3, and this release reads 2")
