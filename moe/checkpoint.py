@@ -10,7 +10,7 @@ directory/
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,10 @@ __all__ = ["LoadedCheckpoint", "latest_step", "load_checkpoint", "save_checkpoin
 
 FORMAT_VERSION = 2
 # What files, tensors and JSON raise: it must reach the other ranks, or they wait for this one.
-_FAILURES = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, MemoryError, ArithmeticError)
+_FAILURES = (
+    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, MemoryError, ArithmeticError),
+    AssertionError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,8 @@ def save_checkpoint(
     every rank are saved too.
 
     Args:
-        directory: on a file system that all ranks share; made if need be, used by one job at a time.
+        directory: on a file system that all ranks share; made if need be, used by one job and one save at a time:
+            what another save is still writing there is taken for what a crash left.
         step: number of finished optimizer steps.
         model: its `state_dict()` holds tensors alone. DTensors are saved with their global shape, each chunk once;
             a plain tensor must be the same on all ranks, because one rank's copy is saved.
@@ -131,8 +135,9 @@ def prepare_save(
     tensors: Mapping[str, Tensor] | None,
     keep_last: int,
     group: dist.ProcessGroup | None = None,
+    copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> _Save:
-    """Collect what `save_checkpoint` saves, which still shares memory with model and optimizer; see there.
+    """Collect what `save_checkpoint` saves, see there; without a `copy` it shares memory with model and optimizer.
 
     Collectives: one of all_ranks_succeeded on the group, by default the default group.
     """
@@ -143,7 +148,7 @@ def prepare_save(
     folder = Path(directory) / folder_name(step)
     writing = folder.with_name(f".writing-{folder.name}")
     with _on_all_ranks(f"preparing {folder}", RuntimeError, group):
-        state = model_state(model) | optimizer_state(model, optimizer) | caller_tensors(tensors) | rng_state()
+        state = copy(model_state(model) | optimizer_state(model, optimizer) | caller_tensors(tensors) | rng_state())
         meta = _meta_json(step, model, optimizer, extra)
         if _is_first_rank():
             remove_leftovers(folder.parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +44,7 @@ class AsyncCheckpointer:
         self._stager: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_closed = False
 
     def save(
         self,
@@ -59,15 +59,15 @@ class AsyncCheckpointer:
     ) -> Path:
         """Copy the state to the host, begin to write it, and return the folder that it will have.
 
-        Args, Raises: as `save_checkpoint`; also what went wrong with the save before.
+        Args, Raises: as `save_checkpoint`; also what went wrong with the save before; ValueError after `close`.
 
         Collectives: one of all_ranks_succeeded, over the group of the threads, after the save before has ended.
         """
         self.wait()
-        save = prepare_save(
-            directory, step, model, optimizer, extra=extra, tensors=tensors, keep_last=keep_last, group=self._group
-        )
-        save = replace(save, state=self._copy(save.state))
+        if self._is_closed:
+            raise ValueError("this AsyncCheckpointer is closed; make another one.")
+        options: dict[str, Any] = {"extra": extra, "tensors": tensors, "keep_last": keep_last}
+        save = prepare_save(directory, step, model, optimizer, **options, group=self._group, copy=self._copy)
 
         def write() -> None:
             try:
@@ -115,6 +115,7 @@ class AsyncCheckpointer:
 
     def close(self) -> None:
         """Wait, and give the copy and the group back. Raises as `wait`."""
+        self._is_closed = True
         try:
             self.wait()
         finally:

@@ -60,12 +60,16 @@ def caller_tensors(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the caller's tensors by their name in a checkpoint.
 
     Raises:
-        ValueError: something else than a tensor.
+        ValueError: something else than a dense tensor.
     """
+    found = {}
     for name, value in (tensors or {}).items():
         if not isinstance(value, Tensor):
             raise ValueError(f"tensors[{name!r}] is a {type(value).__name__}; extra takes what is no tensor.")
-    return {f"tensors.{name}": value.detach() for name, value in (tensors or {}).items()}
+        if value.is_meta or value.is_quantized or value.layout != torch.strided:
+            raise ValueError(f"tensors[{name!r}] is on the meta device, sparse or quantized; make it dense.")
+        found[f"tensors.{name}"] = value.detach().resolve_conj().resolve_neg()
+    return found
 
 
 def empty_tensors(saved: Mapping[str, "TensorStorageMetadata"], *, is_resumed: bool) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe.block import MoETransformerBlock
-from moe.parallel import ProcessGroups, local_tensor
+from moe.parallel import ProcessGroups, check_same_layout, local_tensor
 
 
 def apply_fsdp(
@@ -40,7 +40,8 @@ def apply_fsdp(
         reshard_after_forward: False keeps each unit whole until its backward: more memory, one all_gather less.
 
     Raises:
-        ValueError: torch.distributed is not initialised; parameters of 8 bits; a model that is sharded already.
+        ValueError: torch.distributed is not initialised; parameters of 8 bits; a model that is sharded already, or
+            built with groups of another layout.
 
     Collectives: none here. In forward and backward of a unit an all_gather of its parameters, in backward a
         reduce_scatter of its gradients, by FSDP2 itself; groups.counter does not see them.
@@ -52,6 +53,7 @@ def apply_fsdp(
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     _check_can_shard(model)
+    check_same_layout(model, groups)
     if reduce_dtype is None:
         has_fp64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         reduce_dtype = torch.float64 if has_fp64 else torch.float32

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dispatchers.collectives import RankGroup, group_of_one
 from moe.parallel import (
     ProcessGroups,
+    check_same_layout,
     count_reduced,
     dense_parameters,
     expert_parameters,
@@ -44,6 +45,8 @@ def finalize_gradients(
     What was summed before is not summed again, and a parameter's mesh tells: FSDP2 (`apply_fsdp`) has summed over DP x
     CP or EDP, and the gradient of a parameter that is a DTensor over TP is whole.
 
+    FSDP2's `set_requires_gradient_sync` must be True in the last backward of a step.
+
     Auxiliary losses have arranged for either. A parameter that got no gradient gets zeros, so that every rank takes
     part in every collective. The global batch of global_aux_loss ends here.
 
@@ -55,7 +58,8 @@ def finalize_gradients(
             of all its TP ranks together; else None.
 
     Raises:
-        ValueError: num_microbatches < 1; num_tokens missing with calculate_per_token_loss, or given without it.
+        ValueError: groups of another layout than the model's; num_microbatches < 1; num_tokens missing with
+            calculate_per_token_loss, or given without it.
 
     Collectives: with num_tokens an all_reduce of [] fp64 over dp_cp; all_reduce of dense gradients over tp_dp_cp,
         dp_cp (DTensors over TP) or tp (after FSDP2) and of expert gradients over edp (without FSDP2), in buckets and
@@ -63,6 +67,7 @@ def finalize_gradients(
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 1.")
+    check_same_layout(model, groups)
     for name, module in model.named_modules():
         per_token = getattr(getattr(module, "config", None), "calculate_per_token_loss", num_tokens is not None)
         if per_token is not (num_tokens is not None):

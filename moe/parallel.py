@@ -107,6 +107,21 @@ class ProcessGroups:
         return self.tp_ep.size() > 1
 
 
+def check_same_layout(model: nn.Module, groups: ProcessGroups) -> None:
+    """Raise ValueError if a module of the model was built with groups of other sizes."""
+    for name, module in model.named_modules():
+        own = getattr(module, "groups", None)
+        if not isinstance(own, ProcessGroups) or own is groups:
+            continue
+        for size in ("tp", "cp", "dp", "etp", "ep", "edp"):
+            theirs, ours = getattr(own, size).size(), getattr(groups, size).size()
+            if theirs != ours:
+                raise ValueError(
+                    f"groups have {size} size {ours}, and {name or 'the model'} was built with groups of {size} size"
+                    f" {theirs}; pass the same ones."
+                )
+
+
 def _check_sizes(world_size: int, sizes: dict[str, int]) -> None:
     """Raise ValueError unless the product of the sizes divides the number of ranks."""
     product = 1

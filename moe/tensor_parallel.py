@@ -97,6 +97,7 @@ def embed(tokens: Tensor, embedding: nn.Embedding, groups: ProcessGroups | None)
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     weight = local_tensor(embedding.weight)  # [V / TP, H]
+    _check_ids(tokens, embedding.num_embeddings, "token ids")
     local = tokens - groups.tp.rank() * weight.shape[0]
     is_here = (local >= 0) & (local < weight.shape[0])  # [S, B]
     addend = F.embedding(local.where(is_here, 0), weight).where(is_here.unsqueeze(-1), 0.0)  # [S, B, H]
@@ -113,15 +114,31 @@ def _parallelize(module: nn.Module, groups: ProcessGroups | None, plan: dict[str
     parallelize_module(module, groups.mesh["tp"], plan, src_data_rank=None)
 
 
+def _check_ids(ids: Tensor, num_ids: int, what: str) -> None:
+    """Raise IndexError unless ids lie in [0, num_ids), as torch does for a whole vocabulary.
+
+    On CUDA torch's device assertion takes its place: a host sync would cost more than it is worth.
+    """
+    try:
+        torch.empty(num_ids, dtype=torch.bool, device=ids.device).index_select(0, ids.flatten())
+    except (IndexError, RuntimeError) as error:
+        raise IndexError(f"{what} must lie from 0 to {num_ids - 1}: {error}.") from error
+
+
 def sequence_slice(states: Tensor, groups: ProcessGroups | None) -> Tensor:
     """Return this rank's slice of a sequence that all ranks of tp hold: [S, ...] -> [S / TP, ...], a view.
 
     Raises:
-        ValueError: TP does not divide S.
+        ValueError: TP does not divide S, or there is no sequence.
     """
     if groups is None or groups.tp.size() == 1:
         return states
     size, length = groups.tp.size(), states.shape[0]
+    if states.shape[1] == 0:
+        raise ValueError(
+            f"A micro-batch without sequences (B = 0) has no meaning for tensor_model_parallel_size ({size}): pass one"
+            " of padding alone."
+        )
     if length % size:
         raise ValueError(
             f"The sequence length ({length}) must be divisible by tensor_model_parallel_size ({size}); pad it to"
@@ -173,6 +190,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, groups: ProcessGroups, ignore_index: int) -> Tensor:
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
+            raise ValueError(
+                f"labels ({targets.numel()}, {targets.dtype}) must be int64, one for each of {logits.shape[0]} tokens."
+            )
+        _check_ids(targets.where(targets != ignore_index, 0), logits.shape[1] * groups.tp.size(), "labels")
         is_valid = targets != ignore_index  # [N]
         local = targets - groups.tp.rank() * logits.shape[1]  # [N], indices into this rank's part, or outside
         is_here = is_valid & (local >= 0) & (local < logits.shape[1])

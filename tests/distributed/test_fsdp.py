@@ -24,6 +24,7 @@ from moe import (
 )
 from moe.parallel import local_tensor, split_by_mesh
 from tests.distributed.test_factorings import BIASED, CONFIG, global_batch, whole
+from tests.moe.test_block import GroupOfTwo
 from tests.ranks import run_ranks
 from tests.tolerances import assert_close
 
@@ -253,5 +254,12 @@ def refusal_worker() -> None:
     with pytest.raises(ValueError, match=r"fp8_param \(True\) is not available with apply_fsdp"):
         apply_fsdp(MoEGPT(config, groups), groups)
     model = apply_fsdp(MoEGPT(CONFIG, groups), groups)
+    other = MoEGPT(replace(CONFIG, moe_layer_freq=2), ProcessGroups.build())
+    other.groups = replace(groups, ep=GroupOfTwo())
+    for refused in (lambda: apply_fsdp(other, groups), lambda: finalize_gradients(other, groups)):
+        with pytest.raises(
+            ValueError, match=r"groups have ep size 1, and the model was built with groups of ep size 2"
+        ):
+            refused()
     with pytest.raises(ValueError, match=r"apply_fsdp was applied to this model or a part of it before"):
         apply_fsdp(model, groups)

@@ -99,10 +99,12 @@ def test_the_next_save_waits_and_one_process_needs_no_group(tmp_path: Path) -> N
         threading.Timer(0.2, gate.opened.set).start()
         checkpointer.save(tmp_path, 2, model, keep_last=1)  # waits for the first one
         assert latest_step(tmp_path) is not None
+        with pytest.raises(ValueError, match=r"keep_last \(0\) must be at least 1"):
+            checkpointer.save(tmp_path, 3, model, keep_last=0)
         checkpointer.close()
     assert names_in(tmp_path) == {"iter_0000002", "latest_checkpointed_iteration.txt"}
-    with pytest.raises(ValueError, match=r"keep_last \(0\) must be at least 1"):
-        checkpointer.save(tmp_path, 3, model, keep_last=0)
+    with pytest.raises(ValueError, match=r"this AsyncCheckpointer is closed"):
+        checkpointer.save(tmp_path, 3, model)
 
 
 def test_a_block_that_raises_does_not_wait_for_peers(tmp_path: Path) -> None:
@@ -167,7 +169,37 @@ def test_routing_records_travel_with_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(layer(hidden), expected)
 
 
+def broken_copy_worker(directory: Path) -> None:
+    """A copy that fails on one rank is told on all, and nobody waits."""
+    model, optimizer = make(3, expert_mesh(2))
+    model.train_steps(optimizer, 1)
+    with AsyncCheckpointer(timedelta(seconds=20)) as checkpointer:
+        no_memory = mock.patch.object(checkpointer, "_copy", side_effect=MemoryError("no memory"))
+        with (
+            no_memory if dist.get_rank() == 0 else mock.MagicMock(),
+            pytest.raises(RuntimeError, match=r"preparing .* failed on 1 of 2 ranks. rank 0: MemoryError"),
+        ):
+            checkpointer.save(directory, 1, model, optimizer)
+        checkpointer.save(directory, 2, model, optimizer)
+    assert latest_step(directory) == 2
+
+
+def test_a_copy_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    run_ranks(broken_copy_worker, 2, tmp_path)
+
+
+def test_views_that_negate_or_conjugate_keep_their_values(tmp_path: Path) -> None:
+    given = {"neg": torch.ones(2)._neg_view(), "conj": torch.tensor([1 + 2j]).conj()}
+    with AsyncCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path, 1, make(3)[0], tensors=given)
+    for name, tensor in load_checkpoint(tmp_path, make(4)[0]).tensors.items():
+        assert torch.equal(tensor, given[name]), name
+
+
 def test_what_is_no_tensor_belongs_into_extra(tmp_path: Path) -> None:
+    for tensor in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
+        with pytest.raises(ValueError, match=r"tensors\['x'\] is on the meta device, sparse or quantized"):
+            save_checkpoint(tmp_path, 1, make(3)[0], tensors={"x": tensor})
     with pytest.raises(ValueError, match=r"tensors\['seed'\] is a int; extra takes what is no tensor"):
         save_checkpoint(tmp_path, 1, make(3)[0], tensors={"seed": 5})
     assert names_in(tmp_path) == set()

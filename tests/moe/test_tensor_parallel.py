@@ -68,6 +68,16 @@ def embedding_worker() -> None:
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.placements == parameter.placements, name  # no rank holds rows of another's
         assert_close(parameter.grad.full_tensor(), reference.grad, what=name)
+    for wrong in (VOCAB, -1):
+        with pytest.raises(IndexError, match=r"token ids must lie from 0 to 11"):
+            embed(tokens.masked_fill(tokens == 3, wrong), model.embedding, groups)
+        with pytest.raises(IndexError, match=r"labels must lie from 0 to 11"):
+            vocab_parallel_cross_entropy(logits.flatten(0, 1), torch.full((8,), wrong), groups, IGNORED)
+        vocab_parallel_cross_entropy(logits.flatten(0, 1), torch.full((8,), -1), groups, -1)  # no label at all
+    with pytest.raises(ValueError, match=r"labels \(7, torch.int64\) must be int64, one for each of 8 tokens"):
+        vocab_parallel_cross_entropy(logits.flatten(0, 1), tokens.flatten()[1:], groups, -1)
+    with pytest.raises(ValueError, match=r"A micro-batch without sequences \(B = 0\) has no meaning"):
+        sequence_slice(tokens[:, :0], groups)
     with pytest.raises(ValueError, match=r"sequence length \(3\) must be divisible by .*\(2\); pad it to 4"):
         sequence_slice(tokens[:3], groups)
 
