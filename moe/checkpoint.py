@@ -5,10 +5,12 @@ directory/
     __0_0.distcp ...   the tensors that each rank wrote, by torch.distributed.checkpoint
     .metadata          its pickled index, for other tools; never unpickled here
     index.json         the same index: dtype, shape and chunks of every tensor, a checksum for every chunk
+                       and, as in meta.json, for all of itself
     meta.json          format version, step, the caller's `extra`, hyper-parameters of the optimizer
   latest_checkpointed_iteration.txt
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,19 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.checkpoint_folders import (
+    check_seal,
     find_folder,
     flush_folder,
     folder_name,
     latest_step,
     prune,
     publish,
+    read_bounded,
     remove_leftovers,
+    sealed,
     whole_steps,
     write_durably,
 )
-from moe.checkpoint_json import read_json, sealed_json
 from moe.checkpoint_state import (
     caller_tensors,
+    check_options,
     check_targets,
     empty_slots,
     empty_tensors,
@@ -166,8 +171,8 @@ def finish_save(save: _Save, group: dist.ProcessGroup | None = None) -> None:
     with _on_all_ranks(f"writing {save.folder}", RuntimeError, group):
         index = write_tensors(save.writing, save.state, group)
         if _is_first_rank():
-            write_durably(save.writing / "index.json", sealed_json(index))
-            write_durably(save.writing / "meta.json", save.meta)
+            write_durably(save.writing / "index.json", sealed(json.dumps(index)))
+            write_durably(save.writing / "meta.json", sealed(save.meta))
             flush_folder(save.writing)
     with _on_all_ranks(f"publishing {save.folder}", RuntimeError, group):
         if _is_first_rank():
@@ -262,22 +267,28 @@ def _meta_json(
         "optimizer": None if optimizer is None else hyper_parameters(model, optimizer),
     }
     try:
-        return sealed_json(meta)
+        return json.dumps(meta, indent=1)
     except TypeError as error:
         raise ValueError(f"extra must hold what JSON can hold: {error}.") from error
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     file = folder / "meta.json"
-    meta = read_json(file)
     try:
-        version, step, extra, optimizer = (meta[key] for key in ("format_version", "step", "extra", "optimizer"))
-    except LookupError as error:
-        raise ValueError(f"{file} is damaged: it lacks {error}.") from error
+        content = read_bounded(file)
+        meta = json.loads(content)
+        version = meta["format_version"]
+        if version == FORMAT_VERSION:
+            check_seal(content)
+            check_options(meta["optimizer"])
+            if type(meta["step"]) is not int or not isinstance(meta["extra"], dict):
+                raise ValueError("step must be a whole number and extra an object")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     if version != FORMAT_VERSION:
-        raise ValueError(f"{file} has format_version {version}, and this release reads {FORMAT_VERSION}: use its own.")
-    if type(step) is not int or not isinstance(extra, dict) or not isinstance(optimizer, dict | None):
-        raise ValueError(f"{file} is damaged: its step, extra or optimizer is of another kind.")
+        raise ValueError(
+            f"{file} has format_version {version!s:.40}, and this release reads {FORMAT_VERSION}: use its own."
+        )
     return meta
 
 

@@ -8,12 +8,17 @@ Names with a dot are work under way, or what a crash left of it:
     .removing-iter_<step>   being removed
 """
 
+import io
 import os
 import re
 import shutil
+import stat
+import zlib
 from pathlib import Path
 
 _LATEST = "latest_checkpointed_iteration.txt"
+MAX_JSON_BYTES = 1 << 28  # parsed, JSON is up to 25 times as large
+_SEAL = re.compile(rb', "crc32": ([0-9]{1,10})}')
 _FOLDER_NAME = re.compile(r"iter_([0-9]{7,})")
 
 
@@ -21,15 +26,13 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the step that the latest-iteration file names, or None where there is no such file.
 
     Raises:
-        ValueError: the file holds something else than a number.
+        ValueError: it is no regular file, or holds something else than a number.
     """
     file = Path(directory) / _LATEST
     if not os.path.lexists(file):
         return None
-    text = "something else than a file"
-    if file.is_file():
-        with file.open("rb") as stream:
-            text = stream.read(64).decode("ascii", "replace").strip()
+    with file.open("rb") if is_regular(file) else io.BytesIO(b"no regular file") as stream:
+        text = stream.read(64).decode("ascii", "replace").strip()
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ValueError(f"{file} holds {text[:40]!r}, not a step; pass step=, one of {whole_steps(file.parent)}.")
     return int(text)
@@ -98,6 +101,41 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
         removing = folder.with_name(f".removing-{folder.name}")
         os.rename(folder, removing)
         shutil.rmtree(removing, ignore_errors=True)
+
+
+def is_regular(file: Path) -> bool:
+    """Whether there is a file of that name: no folder, pipe or device, and no link to something elsewhere."""
+    try:
+        return stat.S_ISREG(file.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def sealed(text: str) -> str:
+    """Return the text of a JSON object that is not empty with one more key at its end, the checksum of all before it.
+
+    Raises:
+        ValueError: it is longer than what is read.
+    """
+    body = text.removesuffix("}").rstrip().encode()
+    if len(body) > MAX_JSON_BYTES - 100:
+        raise ValueError(f"a file of {len(body)} bytes of JSON exceeds {MAX_JSON_BYTES - 100}: put less into extra.")
+    return f'{body.decode()}, "crc32": {zlib.crc32(body)}}}'
+
+
+def read_bounded(file: Path) -> bytes:
+    """Return the content of a regular file of a size that can be parsed, else raise ValueError."""
+    if not is_regular(file) or file.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"it is no regular file of at most {MAX_JSON_BYTES} bytes")
+    return file.read_bytes()
+
+
+def check_seal(content: bytes) -> None:
+    """Raise ValueError unless the content is as `sealed` made it."""
+    body, *_ = content.rpartition(b', "crc32": ')
+    seal = _SEAL.fullmatch(content, len(body))
+    if seal is None or int(seal[1]) != zlib.crc32(body):
+        raise ValueError("its checksum is missing or differs")
 
 
 def write_durably(file: Path, text: str) -> None:

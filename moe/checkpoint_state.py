@@ -208,6 +208,20 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def check_options(saved: Any) -> None:
+    """Raise unless the value, read from JSON, is what `hyper_parameters` returns, or None."""
+    if saved is None:
+        return
+    if not isinstance(saved["class"], str):
+        raise ValueError("the optimizer's class is no name")
+    for group in saved["groups"]:
+        names, options = group["params"], group["options"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("the parameters of a group are no list of names")
+        if options.keys() & {"params", "param_names"}:
+            raise ValueError("the options of a group name its parameters")
+
+
 def saved_options(
     folder: Path, saved: dict[str, Any] | None, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
@@ -216,7 +230,8 @@ def saved_options(
     Groups may be cut otherwise than the saved ones (by DTensor or not, which depends on the layout of ranks).
 
     Raises:
-        ValueError: another class, other parameters, or a group whose parameters were saved with different options.
+        ValueError: another class, other parameters, a group whose parameters were saved with different options, or an
+            option of another kind than the optimizer's.
     """
     kind = type(optimizer).__name__
     if saved is None or saved["class"] != kind:
@@ -240,7 +255,22 @@ def saved_options(
                     f"{folder} holds different options for {group[0]} and {name}, "
                     f"and param_groups[{position}] has both: put them in two groups, or pass optimizer=None."
                 )
-    return [by_name[group[0]] if group else {} for group in groups]
+    restored = [by_name[group[0]] if group else {} for group in groups]
+    for chosen, here_group in zip(restored, optimizer.param_groups, strict=True):
+        for key, value in chosen.items():
+            if not _is_same_kind(value, here_group.get(key)):
+                raise ValueError(f"{folder} holds {key} {str(value)[:40]!r}, and {kind} has {here_group[key]!r}.")
+    return restored
+
+
+def _is_same_kind(saved: Any, here: Any) -> bool:
+    """Whether an option from JSON can take the place of the optimizer's."""
+    if isinstance(here, tuple):
+        return isinstance(saved, list) and len(saved) == len(here) and all(map(_is_same_kind, saved, here))
+    if isinstance(here, bool):
+        return isinstance(saved, bool)
+    is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
+    return is_number or not isinstance(here, int | float | Tensor)
 
 
 def restore_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:

@@ -1,13 +1,15 @@
 """The tensors of one checkpoint folder: written and read by torch.distributed.checkpoint, indexed in JSON.
 
 torch.distributed.checkpoint keeps its index in `.metadata`, a pickle, which runs whatever it names when it is read.
-Here the index is `index.json`; `.metadata` stays for other tools and is only compared with its checksum. What is
-unpickled is single tensors, by torch.load(weights_only=True), after their checksum was compared.
+Here the index is `index.json`; `.metadata` stays for other tools and is only compared with its checksum. A chunk is an
+archive as torch.save makes it, and the index says where in it the bytes of the tensor lie: no archive is opened here,
+and nothing is unpickled or unpacked.
 """
 
 import io
+import itertools
+import json
 import math
-import pickle
 import re
 import struct
 import warnings
@@ -44,14 +46,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from moe.checkpoint_json import read_json, regular_size
+from moe.checkpoint_folders import check_seal, is_regular, read_bounded
 
 _INDEX, _PICKLED_INDEX = "index.json", ".metadata"
 _FILE_NAME = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata")
-_ZIP_START = b"PK\x03\x04"
-# What the JSON index or torch.load raise on bytes that are not what they should be.
+_MAX_ARCHIVE_BYTES = 1 << 16  # of a chunk besides its tensor: names, places, a pickle of a few hundred bytes
+# What the JSON index or a tensor's bytes raise where they are not what they should be.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
-_UNREADABLE = (*_MALFORMED, OSError, EOFError, MemoryError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile)
+_UNREADABLE = (*_MALFORMED, OSError, MemoryError)
 
 
 class _Place(NamedTuple):
@@ -61,6 +63,7 @@ class _Place(NamedTuple):
     start: int
     num_bytes: int
     crc32: int
+    data_start: int  # of the tensor's bytes, row-major, within these
 
 
 class Index(NamedTuple):
@@ -70,8 +73,16 @@ class Index(NamedTuple):
     places: dict[MetadataIndex, _Place]
 
 
+class _RowMajorPlanner(DefaultSavePlanner):
+    """Writes transposed tensors row-major, as the index expects all of them."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        return found.contiguous() if isinstance(found, Tensor) else found
+
+
 class _ChecksumWriter(FileSystemWriter):
-    """Adds to each chunk that this rank wrote the checksum of its bytes; it travels to rank 0 with their place."""
+    """Adds to each chunk that this rank wrote its checksum and the tensor's place; they travel to rank 0."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
@@ -79,8 +90,18 @@ class _ChecksumWriter(FileSystemWriter):
             place = result.storage_data
             with (Path(self.path) / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
-                place.crc32 = zlib.crc32(stream.read(place.length))
+                content = stream.read(place.length)
+            place.crc32 = zlib.crc32(content)
+            place.data_start = _data_start(content)
         return written
+
+
+def _data_start(content: bytes) -> int:
+    """Return where in an archive of torch.save the bytes of its only storage begin."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        header = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
+    # A local header has 30 bytes, the last four of which are the lengths of the name and of the field behind it.
+    return header + 30 + sum(struct.unpack_from("<HH", content, header + 26))
 
 
 class _CheckedReader(FileSystemReader):
@@ -108,27 +129,23 @@ class _CheckedReader(FileSystemReader):
         place = self.index.places[chunk]
         entry = self.index.tensors[chunk.fqn]
         sizes = next(box.sizes for box in entry.chunks if box.offsets == chunk.offset)
+        dtype = entry.properties.dtype
         try:
+            content = bytearray(place.num_bytes)
             with (self.folder / place.file).open("rb") as stream:
                 stream.seek(place.start)
-                content = stream.read(place.num_bytes)
+                stream.readinto(content)
             if zlib.crc32(content) != place.crc32:
                 raise ValueError("checksum differs")
-            # Other containers that torch.load knows are older and less guarded.
-            if not content.startswith(_ZIP_START):
-                raise ValueError("not a zip archive")
-            _check_archive(content, math.prod(sizes) * entry.properties.dtype.itemsize)
-            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (entry.properties.dtype, sizes):
-                raise ValueError("not the tensor of the index")
+            if (count := math.prod(sizes)) == 0:
+                return torch.empty(sizes, dtype=dtype)
+            values = torch.frombuffer(content, dtype=torch.uint8, offset=place.data_start, count=count * dtype.itemsize)
+            return values.view(dtype).view(sizes)
         except _UNREADABLE as error:
-            # torch.load advises weights_only=False, which must not reach the user.
-            reason = error if type(error) in (ValueError, OSError) else type(error).__name__
             raise ValueError(
                 f"{self.folder / place.file} is damaged: {place.num_bytes} bytes at {place.start} do not hold "
-                f"{chunk.fqn} ({reason})."
+                f"{chunk.fqn} ({error})."
             ) from error
-        return tensor
 
 
 def write_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -144,7 +161,7 @@ def write_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGro
         metadata = save(
             dict(state),
             storage_writer=_ChecksumWriter(folder, sync_files=True, overwrite=False),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_RowMajorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
@@ -154,10 +171,7 @@ def write_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGro
         tensors[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "shape": list(entry.size),
-            "chunks": [
-                [list(box.offsets), list(box.sizes), [place.relative_path, place.offset, place.length, place.crc32]]
-                for box, place in chunks
-            ],
+            "chunks": [[list(box.offsets), list(box.sizes), _Place(*_fields(place))] for box, place in chunks],
         }
     names = sorted({place.relative_path for place in metadata.storage_data.values()} | {_PICKLED_INDEX})
     if unseen := [name for name in names if not (folder / name).is_file()]:
@@ -176,24 +190,33 @@ def open_index(folder: Path) -> Index:
         ValueError: the index or a file is missing, damaged or truncated; the message names it.
     """
     file = folder / _INDEX
-    content = read_json(file)
     try:
+        raw = read_bounded(file)
+        check_seal(raw)
+        content = json.loads(raw)
         index = _parse(content)
-        checksum = content["metadata_crc32"]
-    except (*_MALFORMED, MemoryError) as error:
+        checksum, files = content["metadata_crc32"], dict(content["files"])
+    except _UNREADABLE as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
-    for name, num_bytes in content["files"].items():
+    for name, num_bytes in files.items():
         data = folder / name
-        try:
-            found = regular_size(data)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{data} is damaged: {type(error).__name__}: {error}.") from error
+        if not is_regular(data):
+            raise ValueError(f"{data} is damaged: it is not there, or no regular file.")
+        found = data.stat().st_size
         if found != num_bytes:
-            raise ValueError(f"{data} is damaged: it has {found} bytes, and its index says {num_bytes}.")
-    # Only a listed file is known to be a regular one.
-    if _PICKLED_INDEX not in content["files"] or zlib.crc32((folder / _PICKLED_INDEX).read_bytes()) != checksum:
+            raise ValueError(f"{data} is damaged: it has {found} bytes, and its index says {str(num_bytes)[:40]}.")
+    if _checksum_of(folder / _PICKLED_INDEX) != checksum:
         raise ValueError(f"{folder / _PICKLED_INDEX} is damaged: checksum differs.")
     return index
+
+
+def _checksum_of(file: Path) -> int:
+    """Return the checksum of a file of any size, a piece at a time."""
+    checksum = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def read_tensors(folder: Path, index: Index, targets: dict[str, Tensor]) -> None:
@@ -215,6 +238,8 @@ def read_tensors(folder: Path, index: Index, targets: dict[str, Tensor]) -> None
 
 def _parse(content: dict[str, Any]) -> Index:
     files: dict[str, int] = content["files"]
+    if _PICKLED_INDEX not in files:
+        raise ValueError(f"it does not list {_PICKLED_INDEX}")
     for name in files:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no file name of a checkpoint")
@@ -231,48 +256,45 @@ def _parse(content: dict[str, Any]) -> Index:
             if key in places:
                 raise ValueError(f"{name} has two chunks at {offsets}")
             boxes.append(box)
-            places[key] = _parse_place(place, files)
-            if math.prod(box.sizes) * dtype.itemsize > places[key].num_bytes:
-                raise ValueError(f"a chunk of {name} {list(sizes)} has {places[key].num_bytes} bytes")
+            places[key] = _parse_place(place, files, math.prod(box.sizes) * dtype.itemsize)
         _check_cover(name, shape, boxes)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, boxes)
     return Index(tensors, places)
 
 
-def _parse_place(fields: list[Any], files: dict[str, int]) -> _Place:
+def _fields(place: Any) -> tuple[str, int, int, int, int]:
+    return place.relative_path, place.offset, place.length, place.crc32, place.data_start
+
+
+def _parse_place(fields: list[Any], files: dict[str, int], tensor_bytes: int) -> _Place:
     place = _Place(*fields)
+    if any(type(number) is not int for number in place[1:]):
+        raise ValueError(f"a chunk lies at {fields}")
+    archive_bytes = place.num_bytes - tensor_bytes  # around the tensor
+    if not 0 <= place.data_start <= archive_bytes <= _MAX_ARCHIVE_BYTES:
+        raise ValueError(f"a chunk of {tensor_bytes} bytes lies at {place.data_start} of {place.num_bytes}")
     if not 0 <= place.start <= place.start + place.num_bytes <= files[place.file]:
         raise ValueError(f"a chunk lies at {place.start} + {place.num_bytes} of {place.file}")
     return place
 
 
 def _check_cover(name: str, shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> None:
-    """Raise unless the chunks lie inside the tensor, are disjoint and hold as many elements as it has."""
+    """Raise unless the chunks lie inside the tensor, none over another, and hold as many elements as it has.
+
+    Ranks cut each dimension on its own, so chunks of different places in a dimension have nothing in common there.
+    """
+    filled = [box for box in boxes if math.prod(box.sizes) > 0]
+    for dim in range(len(shape)):
+        spans = sorted({(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in filled})
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            if start < end:
+                raise ValueError(f"two chunks of {name} overlap at {start} of dimension {dim}")
     for box in boxes:
         for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
             if not (0 <= offset <= extent and 0 <= size <= extent - offset):
                 raise ValueError(f"a chunk of {name} {list(shape)} lies at {list(box.offsets)} + {list(box.sizes)}")
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         raise ValueError(f"the chunks of {name} do not cover its shape {list(shape)}")
-    if len(boxes) > 1 and len(shape) > 0:
-        starts = torch.tensor([box.offsets for box in boxes])  # [n, d]
-        ends = starts + torch.tensor([box.sizes for box in boxes])
-        shared = (torch.maximum(starts[:, None], starts) < torch.minimum(ends[:, None], ends)).all(-1)  # [n, n]
-        if int(shared.sum()) > int(shared.diagonal().sum()):
-            raise ValueError(f"chunks of {name} overlap")
-
-
-def _check_archive(content: bytes, num_bytes: int) -> None:
-    """Raise unless a zip archive holds one tensor of `num_bytes`, nothing compressed and little besides."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
-        raise ValueError("an entry is compressed")
-    if sum(entry.file_size for entry in entries) > len(content):
-        raise ValueError("entries overlap")
-    data = [entry.file_size for entry in entries if entry.filename.split("/")[-2:-1] == ["data"]]
-    if data != [num_bytes]:
-        raise ValueError(f"its data has {data} bytes, and the tensor {num_bytes}")
 
 
 @contextmanager

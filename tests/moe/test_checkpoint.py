@@ -3,9 +3,11 @@
 import errno
 import io
 import json
+import math
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import zipfile
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe import checkpoint_storage
 from moe.checkpoint import LoadedCheckpoint, latest_step, load_checkpoint, save_checkpoint
+from moe.checkpoint_folders import sealed
 from tests.ranks import run_ranks
 
 NUM_EXPERTS, FFN, HIDDEN = 8, 3, 5
@@ -503,17 +506,11 @@ class Hostile:
         return os.mkdir, (str(self.marker),)
 
 
-def seal(file: Path, content: dict[str, Any]) -> None:
-    """Write JSON with the checksum that an attacker would compute."""
-    content = {key: value for key, value in content.items() if key != "crc32"}
-    file.write_text(json.dumps({**content, "crc32": zlib.crc32(json.dumps(content, sort_keys=True).encode())}))
-
-
 def edit_index(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     file = folder / "index.json"
     index = json.loads(file.read_text())
     edit(index)
-    seal(file, index)
+    file.write_text(sealed(json.dumps({key: value for key, value in index.items() if key != "crc32"})))
 
 
 def assert_refused(directory: Path, text: str) -> None:
@@ -560,30 +557,79 @@ def test_a_hostile_data_file_with_a_fitting_index_runs_nothing(folder: Path, tmp
     marker = tmp_path / "marker"
     file = folder / "__0_0.distcp"
     if container == "pickle":
-        file.write_bytes(pickle.dumps(Hostile(marker)) + bytes(1 << 13))  # as many bytes as the largest tensor
+        file.write_bytes(pickle.dumps(Hostile(marker)))
     else:
-        torch.save([Hostile(marker), torch.zeros(1 << 13, dtype=torch.uint8)], file)
-    content = file.read_bytes()
+        torch.save(Hostile(marker), file)
+    content = file.read_bytes() + bytes(1000)
+    file.write_bytes(content)
 
     def fit(index: dict[str, Any]) -> None:
         index["files"][file.name] = len(content)
+        index["tensors"] = {name: e for name, e in index["tensors"].items() if not name.startswith("rng.")}
         for entry in index["tensors"].values():
             for chunk in entry["chunks"]:
-                chunk[2] = [file.name, 0, len(content), zlib.crc32(content)]
+                chunk[2] = [file.name, 0, len(content), zlib.crc32(content), 0]
 
     edit_index(folder, fit)
-    assert_refused(folder.parent, r"iter_0000002/__0_0\.distcp is damaged: .* do not hold .*half loaded")
+    model, optimizer = make(3)
+    load_checkpoint(folder.parent, model, optimizer)  # the bytes are values, whatever they mean elsewhere
+    assert model.expert_bias.view(torch.uint8).tolist() == list(content[: model.expert_bias.nbytes])
     assert not marker.exists()
 
 
-def swap_tensors(index: dict[str, Any]) -> None:
-    tensors = index["tensors"]
-    tensors["model.router"]["chunks"][0][2] = tensors["model.expert_bias"]["chunks"][0][2]
+def archive_of(value: Any, compression: int) -> bytes:
+    """Return what torch.save makes of a value, with 64 MiB of zeros compressed into its storage."""
+    packed = io.BytesIO()
+    with io.BytesIO() as plain, zipfile.ZipFile(packed, "w", compression) as archive:
+        torch.save(value, plain)
+        for name in zipfile.ZipFile(plain).namelist():
+            is_storage = name.endswith("data/0") and compression == zipfile.ZIP_DEFLATED
+            archive.writestr(name, bytes(64 << 20) if is_storage else zipfile.ZipFile(plain).read(name))
+    return packed.getvalue()
+
+
+class Inflating:
+    def __reduce__(self) -> Any:
+        return bytearray, (64 << 20,)
+
+
+@pytest.mark.parametrize("kind", ["compressed storage", "bytearray"])
+def test_an_archive_that_unpacks_to_much_is_not_unpacked(folder: Path, kind: str) -> None:
+    content = archive_of(Inflating(), zipfile.ZIP_STORED)
+    if kind == "compressed storage":
+        content = archive_of(torch.zeros(8, 5), zipfile.ZIP_DEFLATED)
+    file = folder / "__0_0.distcp"
+    file.write_bytes(content)
+
+    def fit(index: dict[str, Any]) -> None:
+        index["files"][file.name] = len(content)
+        index["tensors"] = {name: e for name, e in index["tensors"].items() if not name.startswith("rng.")}
+        for entry in index["tensors"].values():
+            for chunk in entry["chunks"]:
+                chunk[2] = [file.name, 0, len(content), zlib.crc32(content), 0]
+
+    edit_index(folder, fit)
+    allocated = []
+    real = torch.frombuffer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", None)
+        patch.setattr(torch, "frombuffer", lambda b, **k: (allocated.append(len(b)), real(b, **k))[1])
+        model, optimizer = make(3)
+        if kind == "bytearray":
+            load_checkpoint(folder.parent, model, optimizer)
+        else:
+            with pytest.raises(ValueError, match=r"index\.json is damaged: .* a chunk of \d+ bytes lies at 0 of \d+"):
+                load_checkpoint(folder.parent, model, optimizer)
+    assert max(allocated, default=0) <= len(content)
 
 
 def test_another_tensor_in_place_of_the_right_one(folder: Path) -> None:
-    edit_index(folder, swap_tensors)
-    assert_refused(folder.parent, r"do not hold model.router \(its data has \[32\] bytes, and the tensor 160\)")
+    def swap(index: dict[str, Any]) -> None:
+        tensors = index["tensors"]
+        tensors["model.router"]["chunks"][0][2][:3] = tensors["optimizer.router.exp_avg"]["chunks"][0][2][:3]
+
+    edit_index(folder, swap)
+    assert_refused(folder.parent, r"do not hold model.router \(checksum differs\)")
 
 
 def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
@@ -606,17 +652,41 @@ def place_router(position: int, value: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def cut_router(*boxes: list[list[int]]) -> Callable[[dict[str, Any]], None]:
+    """Return an edit that cuts the router in chunks, all of them whole and in the file."""
+
+    def edit(index: dict[str, Any]) -> None:
+        entry = index["tensors"]["model.router"]
+        name, start, num_bytes, crc32, data_start = entry["chunks"][0][2]
+        entry["chunks"] = [[*box, [name, start, num_bytes, crc32, data_start]] for box in boxes]
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
         (rename_file("../../x"), r"'\.\./\.\./x' is no file name"),
         (rename_file("/etc/hostname"), r"'/etc/hostname' is no file name"),
-        (place_router(2, ["../../x", 0, 1, 0]), r"KeyError: '\.\./\.\./x'"),
-        (place_router(2, ["__0_0.distcp", -1, 1, 0]), r"a chunk lies at -1 \+ 1"),
-        (place_router(2, ["__0_0.distcp", 0, 1 << 50, 0]), r"a chunk lies at 0 \+ 1125899906842624"),
+        (place_router(2, ["../../x", 0, 200, 0, 0]), r"KeyError: '\.\./\.\./x'"),
+        (place_router(2, ["__0_0.distcp", -1, 200, 0, 0]), r"a chunk lies at -1 \+ 200"),
+        (place_router(2, ["__0_0.distcp", 0, 1 << 50, 0, 0]), r"a chunk of 160 bytes lies at 0 of 1125899906842624"),
         (place_router(2, ["__0_0.distcp", 0]), "TypeError"),
         (place_router(0, [-1, 0]), r"a chunk of model.router \[8, 5\] lies at \[-1, 0\]"),
         (place_router(1, [7, 5]), r"the chunks of model.router do not cover its shape \[8, 5\]"),
+        (place_router(2, ["__0_0.distcp", 1 << 40, 200, 0, 0]), r"a chunk lies at 1099511627776 \+ 200"),
+        (place_router(2, ["__0_0.distcp", 0, 200, 0, 41]), r"a chunk of 160 bytes lies at 41 of 200"),
+        (place_router(2, ["__0_0.distcp", 0, 200, 0, -1]), r"a chunk of 160 bytes lies at -1 of 200"),
+        (place_router(2, ["__0_0.distcp", 0, 200, 0, math.nan]), r"a chunk lies at .*nan"),
+        (place_router(2, ["__0_0.distcp", 0.0, 200, 0, 0]), r"a chunk lies at .*0\.0"),
+        (cut_router([[0, 0], [4, 5]], [[2, 0], [4, 5]]), r"two chunks of model.router overlap at 2 of dimension 0"),
+        (cut_router([[0, 0], [4, 5]], [[0, 0], [4, 5]]), r"model.router has two chunks at \[0, 0\]"),
+        (cut_router([[0, 0], [8, 3]], [[0, 2], [8, 2]]), r"two chunks of model.router overlap at 2 of dimension 1"),
+        (set_router("shape", [1 << 62, 1 << 62]), r"the chunks of model.router do not cover its shape"),
+        (set_router("shape", [1 << 70, 5]), r"(OverflowError|the chunks of model.router do not cover)"),
+        (lambda index: index.update(files=[".metadata"], tensors={}), "ValueError"),
+        (lambda index: index["files"].pop(".metadata"), r"it does not list \.metadata"),
+        (lambda index: index.update(tensors=[1]), "AttributeError"),
         (set_router("chunks", []), r"the chunks of model.router do not cover its shape \[8, 5\]"),
         (set_router("dtype", "load"), "model.router has the dtype 'load'"),
         (set_router("dtype", "onnx.export"), "KeyError: 'onnx.export'"),
@@ -644,7 +714,7 @@ def test_a_truncated_file_is_named_and_another_checkpoint_offered(folder: Path, 
 
 def test_a_flipped_bit_is_found(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
-    _, start, num_bytes, _ = index["tensors"]["model.router"]["chunks"][0][2]
+    _, start, num_bytes, _, _ = index["tensors"]["model.router"]["chunks"][0][2]
     file = folder / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[start + num_bytes // 2] ^= 1
@@ -659,85 +729,123 @@ def test_the_offer_skips_damaged_checkpoints(folder: Path) -> None:
         load_checkpoint(folder.parent, make(3)[0])
 
 
-@pytest.mark.parametrize("changes", [{"step": "5"}, {"step": True}, {"extra": []}, {"optimizer": 3}])
-def test_meta_of_another_kind_is_damage(folder: Path, changes: dict[str, Any]) -> None:
-    file = folder / "meta.json"
-    seal(file, json.loads(file.read_text()) | changes)
-    assert_refused(folder.parent, r"meta.json is damaged: its step, extra or optimizer is of another kind")
-
-
-def huge(index: dict[str, Any]) -> None:
-    index["tensors"]["model.router"]["shape"] = [1 << 40, 5]
-    index["tensors"]["model.router"]["chunks"][0][1] = [1 << 40, 5]
-
-
-def overlapping(index: dict[str, Any]) -> None:
-    entry = index["tensors"]["model.router"]
-    place = entry["chunks"][0][2]
-    entry["chunks"] = [[[0, 0], [4, 5], place], [[3, 0], [4, 5], place]]
-
-
-def linked(folder: Path) -> None:
-    file = folder / "__0_0.distcp"
-    file.rename(folder / "elsewhere")
-    file.symlink_to(folder / "elsewhere")
-
-
-@pytest.mark.parametrize("edit", [huge, overlapping])
-def test_an_index_that_claims_too_much_is_damage(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    edit_index(folder, edit)
-    assert_refused(folder.parent, r"index.json is damaged")
-
-
-def test_a_link_in_place_of_a_file_is_damage(folder: Path) -> None:
-    linked(folder)
-    assert_refused(folder.parent, r"__0_0.distcp is damaged: ValueError: it is no regular file")
-
-
-def test_a_flipped_bit_anywhere_is_found(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name in ("index.json", "meta.json", ".metadata", "__0_0.distcp"):
-        file = folder / name
-        content = file.read_bytes()
-        for _ in range(12):
-            position = int(torch.randint(len(content), (), generator=generator))
-            bit = 1 << int(torch.randint(8, (), generator=generator))
-            changed = bytearray(content)
-            changed[position] ^= bit
-            file.write_bytes(changed)
-            if name == "__0_0.distcp" and not inside_a_chunk(folder, position):
-                continue
-            with pytest.raises(ValueError, match=rf"{name} is damaged|{name} has format_version"):
-                load_checkpoint(folder.parent, *make(1))
-        file.write_bytes(content)
-    load_checkpoint(folder.parent, *make(1))
-
-
-def inside_a_chunk(folder: Path, position: int) -> bool:
-    """Whether a byte of the data file belongs to a chunk that a load of one process reads."""
-    tensors = json.loads((folder / "index.json").read_text())["tensors"].values()
-    places = [chunk[2] for entry in tensors for chunk in entry["chunks"]]
-    return any(start <= position < start + length for _, start, length, _ in places)
-
-
-def test_a_compressed_archive_is_not_unpacked(folder: Path) -> None:
-    file, buffer = folder / "__0_0.distcp", io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/0", bytes(1 << 26))  # 64 MiB in 64 kB
-    content = buffer.getvalue()
-    file.write_bytes(content)
-
-    def fit(index: dict[str, Any]) -> None:
-        index["files"][file.name] = len(content)
-        for entry in index["tensors"].values():
-            for chunk in entry["chunks"]:
-                chunk[2] = [file.name, 0, len(content), zlib.crc32(content)]
-
-    edit_index(folder, fit)
-    assert_refused(folder.parent, r"__0_0\.distcp is damaged: .*an entry is compressed")
-
-
 def test_a_format_of_the_future_is_refused(folder: Path) -> None:
     file = folder / "meta.json"
-    seal(file, json.loads(file.read_text()) | {"format_version": 3})
+    file.write_text(file.read_text().replace('"format_version": 2', '"format_version": 3'))
     assert_refused(folder.parent, "meta.json has format_version 3, and this release reads 2")
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.json", "__0_0.distcp", ".metadata"])
+def test_flipped_bits_anywhere_are_found(folder: Path, name: str) -> None:
+    file = folder / name
+    content = file.read_bytes()
+    positions = random.Random(0).sample(range(8 * len(content)), 120)
+    for position in (*positions, 0, 8 * len(content) - 1):
+        damaged = bytearray(content)
+        damaged[position // 8] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name} (is damaged|has format_version).* newest other .* is step=1"):
+            load_checkpoint(folder.parent, *make(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optimizer": 3}, "TypeError"),
+        ({"optimizer": {"class": "AdamW"}}, "KeyError: 'groups'"),
+        ({"optimizer": {"class": ["AdamW"], "groups": []}}, "class is no name"),
+        ({"optimizer": {"class": "AdamW", "groups": 3}}, "TypeError"),
+        ({"optimizer": {"class": "AdamW", "groups": [{"params": [["a"]], "options": {}}]}}, "no list of names"),
+        ({"optimizer": {"class": "AdamW", "groups": [{"params": [], "options": []}]}}, "AttributeError"),
+        ({"optimizer": {"class": "AdamW", "groups": [{"params": [], "options": {"params": []}}]}}, "name its param"),
+        ({"step": "../x"}, "step must be a whole number"),
+        ({"step": True}, "step must be a whole number"),
+        ({"extra": None}, "extra an object"),
+    ],
+)
+def test_a_hostile_meta_file_is_refused(folder: Path, changes: dict[str, Any], text: str) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["crc32"]
+    (folder / "meta.json").write_text(sealed(json.dumps(meta | changes)))
+    assert_refused(folder.parent, rf"iter_0000002/meta\.json is damaged: .*{text}")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lr", "x"), ("lr", None), ("lr", True), ("betas", [0.1]), ("betas", ["a", 1]), ("amsgrad", 1)],
+)
+def test_options_of_another_kind_are_refused(folder: Path, option: str, value: Any) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["crc32"]
+    meta["optimizer"]["groups"][0]["options"][option] = value
+    (folder / "meta.json").write_text(sealed(json.dumps(meta)))
+    model, optimizer = make(3)
+    before = values(model)
+    with pytest.raises(ValueError, match=rf"iter_0000002 holds {option} .*, and AdamW has"):
+        load_checkpoint(folder.parent, model, optimizer)
+    assert_same(values(model), before)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def sparse(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(1 << 42)
+
+
+def link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def link_to_zeros(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def nested(file: Path) -> None:
+    file.write_text("[" * 200_000)
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.json", "__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [pipe, sparse, link, link_to_zeros, nested])
+def test_what_is_no_file_of_its_size_is_not_read(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(folder / name)
+    assert_refused(folder.parent, rf"iter_0000002/{name.replace('.', '[.]')} is damaged")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 99, b"9" * 30, b"-1", b"2\0", b"2" * (1 << 20), pipe, sparse, link_to_zeros]
+)
+def test_garbage_in_the_latest_iteration_file(folder: Path, content: Any) -> None:
+    file = folder.parent / LATEST
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        content(file)
+    with pytest.raises(ValueError, match=rf"{LATEST} holds .*, not a step; pass step=, one of \[1, 2\]"):
+        load_checkpoint(folder.parent, *make(3))
+
+
+def test_a_transposed_parameter_comes_back(tmp_path: Path) -> None:
+    model, _ = make(1)
+    model.router = nn.Parameter(model.random(HIDDEN, NUM_EXPERTS).t())
+    save_checkpoint(tmp_path, 1, model)
+    other, _ = make(2)
+    load_checkpoint(tmp_path, other)
+    assert_same(values(other), values(model))
+
+
+def test_a_random_state_that_is_none_is_told(folder: Path) -> None:
+    model, optimizer = make(2)
+    model.train_steps(optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_rng_state", lambda: torch.zeros(7, dtype=torch.uint8))
+        save_checkpoint(folder.parent, 9, model, optimizer)
+    with pytest.raises(ValueError, match=r"loading .*iter_0000009 failed on 1 of 1 ranks. rank 0: (Runtime|Type)Error"):
+        load_checkpoint(folder.parent, *make(1))
+    assert load_checkpoint(folder.parent, make(1)[0]).step == 9

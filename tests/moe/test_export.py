@@ -88,6 +88,11 @@ def test_every_dtype_and_kind_of_tensor(tmp_path: Path) -> None:
     model, other = Mixed(1), Mixed(2)
     export_safetensors(model, tmp_path / "a" / "b")
     assert names_in(tmp_path / "a" / "b") == {SINGLE}
+    content = (tmp_path / "a" / "b" / SINGLE).read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:data]).items():
+        width = 1 if name == "__metadata__" else model.state_dict()[name].itemsize
+        assert (data + entry.get("data_offsets", [-data])[0]) % width == 0  # a memory map of it is aligned
     assert_bits(read_all(tmp_path / "a" / "b"), values(model))
     import_safetensors(other, tmp_path / "a" / "b")
     assert_bits(values(other), values(model))
