@@ -26,60 +26,62 @@ def apply_fsdp(
     cut along their own dimension where it is long enough, else along H. A rank keeps its shard, and has one unit whole
     at a time: before its forward and again before its backward.
 
-    FSDP2 sums gradients and divides by nothing: `finalize_gradients` scales them, as it does without FSDP2, and sums
-    what is left to sum. Call it, and build the optimizer after this. Forwards and backwards of several micro-batches
-    add up in the sharded gradients.
+    FSDP2 sums gradients and divides by nothing: `finalize_gradients` scales them, and sums what is left to sum. Build
+    the optimizer after this. Backwards of several micro-batches add up in the sharded gradients.
 
     Args:
         model: built with `groups`; also a MoELayer, or a module with blocks anywhere inside. Its modules with
-            `expert_parallel = True` are experts. On the meta device it gets its initial values here, a unit at a time:
-            no rank ever holds the whole model.
+            `expert_parallel = True` are experts. On the meta device it gets its values here, one unit at a time.
         groups: what `ProcessGroups.build` returned, under torch.distributed.
         param_dtype: of parameters in forward and backward, for example bfloat16 over fp32 masters; None: their own.
         reduce_dtype: gradients are summed in it; None: fp32, or fp64 for fp64 parameters.
-        reshard_after_forward: False keeps each unit whole until its backward: more memory, one all_gather less.
+        reshard_after_forward: False keeps each unit whole until its backward: one all_gather less.
 
     Raises:
         ValueError: torch.distributed is not initialised; parameters of 8 bits; a model that is sharded already, or
             built with groups of another layout.
 
-    Collectives: none here. In forward and backward of a unit an all_gather of its parameters, in backward a
-        reduce_scatter of its gradients, by FSDP2 itself; groups.counter does not see them.
+    Collectives: none here. FSDP2's own in forward and backward are not in groups.counter.
 
     Source: torch.distributed.fsdp.fully_shard.
     """
     if groups.mesh is None:
         raise ValueError("apply_fsdp needs torch.distributed: start with torchrun, and build groups after that.")
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _check_can_shard(model)
     check_same_layout(model, groups)
-    if reduce_dtype is None:
-        has_fp64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        reduce_dtype = torch.float64 if has_fp64 else torch.float32
-    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
-    dense = options | {"mesh": groups.dp_cp_mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
-    # Experts get tokens in the dtype of the model and probs in fp32, which must stay.
-    precision = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
-    placement = partial(_shard_of_experts, num_shards=groups.edp.size())
-    expert = options | {
+    has_fp64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    reduce_dtype = reduce_dtype or (torch.float64 if has_fp64 else torch.float32)
+    dense: dict[str, Any] = {
+        "reshard_after_forward": reshard_after_forward,
+        "mesh": groups.dp_cp_mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
+    }
+    expert = dense | {
         "mesh": groups.expert_mesh["edp"],
-        "mp_policy": precision,
-        "shard_placement_fn": placement,
+        # Experts get tokens in the dtype of the model and probs in fp32, which must stay.
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "shard_placement_fn": partial(_shard_of_experts, num_shards=groups.edp.size()),
     }
     device = torch.device(groups.mesh.device_type)
     experts = [module for module in model.modules() if getattr(module, "expert_parallel", False)]
     blocks = [module for module in model.modules() if isinstance(module, MoETransformerBlock) and module is not model]
-    for module in (*experts, *blocks, model):
-        if isinstance(module, FSDPModule):
-            continue  # the model is an expert itself
+    for module in dict.fromkeys((*experts, *blocks, model)):
         _materialize(module, model, device)
         fully_shard(module, **(expert if module in experts else dense))
+    _divide_by_nothing(model)
+    return model
+
+
+def _divide_by_nothing(model: nn.Module) -> None:
+    """Let FSDP2 sum gradients as they are."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    return model
 
 
 def _check_can_shard(model: nn.Module) -> None:

@@ -68,14 +68,7 @@ def finalize_gradients(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 1.")
     check_same_layout(model, groups)
-    for name, module in model.named_modules():
-        per_token = getattr(getattr(module, "config", None), "calculate_per_token_loss", num_tokens is not None)
-        if per_token is not (num_tokens is not None):
-            way_out = "pass this rank's count" if num_tokens is None else "set it, or leave num_tokens out"
-            raise ValueError(
-                f"num_tokens ({num_tokens}) belongs to calculate_per_token_loss ({per_token} in"
-                f" {name or 'the model'}); {way_out}."
-            )
+    _check_num_tokens(model, num_tokens)
     scale: float | Tensor = 1.0 / (groups.dp_cp.size() * num_microbatches)
     dense, experts = dense_parameters(model), expert_parameters(model)
     if num_tokens is not None:
@@ -93,6 +86,18 @@ def finalize_gradients(
     for key, parameters in sorted(by_group.items()):
         _sum_gradients(parameters, RankGroup(ranks[key], names.get(key, key), counter=groups.counter), scale)
     reset_global_aux_loss_tracker(model)
+
+
+def _check_num_tokens(model: nn.Module, num_tokens: int | Tensor | None) -> None:
+    """Raise ValueError unless num_tokens is given just where the configs of a model ask for per-token losses."""
+    for name, module in model.named_modules():
+        per_token = getattr(getattr(module, "config", None), "calculate_per_token_loss", num_tokens is not None)
+        if per_token is not (num_tokens is not None):
+            way_out = "pass this rank's count" if num_tokens is None else "set it, or leave num_tokens out"
+            raise ValueError(
+                f"num_tokens ({num_tokens}) belongs to calculate_per_token_loss ({per_token} in"
+                f" {name or 'the model'}); {way_out}."
+            )
 
 
 @torch.no_grad()
