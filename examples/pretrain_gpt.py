@@ -509,6 +509,8 @@ def main() -> None:
             raise  # a traceback follows: it may be a fault of this program
         sys.exit(1)
     if dist.is_initialized():
+        # Leave together: a thread of gloo that still holds a tensor when its process ends aborts it.
+        dist.barrier()
         dist.destroy_process_group()
 
 
