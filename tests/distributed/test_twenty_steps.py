@@ -84,7 +84,6 @@ def local(tensor: Tensor) -> Tensor:
 CASES = [
     (Factoring(4, 2, 2, 1, False), "fp32"),
     (Factoring(4, 2, 1, 2, True), "bf16, recompute"),
-    (Factoring(4, 1, 2, 1, False), "bf16, recompute"),
 ]
 
 
