@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 PARITY_STAMP := $(VENV)/parity/.installed
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-.PHONY: help install train test lint format test-parity test-slow gpu wheel benchmark-smoke clean
+.PHONY: help install train test lint format peers test-parity test-slow gpu wheel benchmark-smoke clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,21 +45,25 @@ format: $(STAMP) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# megatron-core asks for Python 3.12 and Transformer Engine for CUDA, but what is compared is plain Python: their wheels are
-# unpacked, not installed. So is Triton, whose interpreter runs kernels on the CPU.
+# megatron-core asks for Python 3.12, Transformer Engine for CUDA and torchtitan for much that its layer does not use, but what
+# is compared is plain Python: their wheels are unpacked, not installed. So is Triton, whose interpreter runs on the CPU.
 $(PARITY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[parity]'
 	rm -rf $(VENV)/parity && mkdir $(VENV)/parity
 	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps --python-version 3.12 --only-binary=:all: \
-		-d $(VENV)/parity megatron-core==0.19.2 transformer-engine==2.20.2
+		-d $(VENV)/parity megatron-core==0.19.2 transformer-engine==2.20.2 torchtitan==0.3.0 spmd_types==0.2.3
 	$(BIN)/python -m zipfile -e $(VENV)/parity/megatron_core-*.whl $(VENV)/parity/megatron_core
 	$(BIN)/python -m zipfile -e $(VENV)/parity/transformer_engine-*.whl $(VENV)/parity/transformer_engine
+	$(BIN)/python -m zipfile -e $(VENV)/parity/torchtitan-*.whl $(VENV)/parity/torchtitan
+	$(BIN)/python -m zipfile -e $(VENV)/parity/spmd_types-*.whl $(VENV)/parity/torchtitan
 	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps -d $(VENV)/parity triton==3.9.0
 	$(BIN)/python -m zipfile -e $(VENV)/parity/triton-*.whl $(VENV)/parity/triton
 	rm $(VENV)/parity/*.whl
 	touch $@
 
-test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torchao, Triton and Transformer Engine from PyPI.
+peers: $(PARITY_STAMP) ## Fetch the packages that test-parity and `benchmarks/layer.py --peers` compare with.
+
+test-parity: $(PARITY_STAMP) ## Compare with megatron-core, transformers, torchtitan, torchao, Triton, Transformer Engine.
 	$(PYTEST) -m parity tests/parity
 
 test-slow: $(STAMP) ## Run the tests marked slow.
@@ -76,8 +80,10 @@ wheel: $(STAMP) ## Build a wheel and use it in a fresh environment with torch an
 	.venv-wheel/bin/python -I tests/wheel_check.py .
 	rm -rf build .venv-wheel
 
-benchmark-smoke: $(STAMP) ## Run the benchmarks at a tiny size.
-	$(BIN)/python benchmarks/layer.py --tiny
+benchmark-smoke: $(PARITY_STAMP) ## Run the benchmarks at a tiny size, with every peer.
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layer.py --tiny --rounds 2 --peers all --breakdown \
+		--report --results build/benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/growth.py --tiny --rounds 2 --report --results build/benchmarks
 	$(BIN)/python benchmarks/router_fusion.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/communication.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantization.py --tiny

@@ -1,4 +1,4 @@
-"""Forward + backward time and saved bytes of one MoE layer on the CPU, beside the GEMM floors and optional peers.
+"""Forward + backward time and memory of one MoE layer on the CPU, beside the GEMM floors and optional peers.
 
 Legend: `T` tokens, `H` hidden, `F` expert FFN width, `E` experts, `K` top-k, `R` = T * K routed rows.
 The layer is SwiGLU without bias, with a softmax over the selected logits. README.md explains the columns.
@@ -6,21 +6,11 @@ As a module this file offers `build` and `set_weights`, the interface that `--pe
 """
 
 import argparse
-import datetime
-import gc
 import importlib
 import itertools
-import json
-import math
-import os
-import platform
-import shlex
-import statistics
 import sys
-import time
-import weakref
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,29 +18,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import peers
+from benchmarks.accuracy import measure_accuracy
+from benchmarks.breakdown import format_breakdown, measure_breakdown
+from benchmarks.floors import DTYPES, FLOORS, SHAPES, Shape, floor_timers, make_weights
+from benchmarks.memory import count_saved_bytes, measure_peak_bytes
+from benchmarks.report import (
+    RESULTS,
+    describe_run,
+    format_run,
+    format_table,
+    report_path,
+    write_reports,
+)
+from benchmarks.timing import OURS, Forward, measure, summarize, time_step
 from moe import MoEConfig, MoELayer
 
-Shape = namedtuple("Shape", ["tokens", "hidden", "ffn", "experts", "topk"])  # T, H, F, E, K
-SHAPES = {
-    "S0": Shape(512, 256, 256, 8, 2),
-    "S1": Shape(2048, 512, 1408, 8, 2),
-    "S2": Shape(2048, 512, 256, 32, 4),
-    "S3": Shape(2048, 512, 256, 64, 8),
-    "S4": Shape(2048, 512, 256, 128, 8),
-    "S5": Shape(4096, 1024, 704, 8, 2),
-    "S6": Shape(4096, 1024, 512, 64, 4),
-    "S7": Shape(4096, 1024, 256, 128, 8),
-    "S8": Shape(4096, 512, 1408, 32, 2),
-    "tiny": Shape(60, 32, 24, 6, 2),
-}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KIND = "softmax_post"
-FLOORS = ("dense", "loop", "fp32 loop")
-FIGURES = ("saved_bytes_per_token", "saved_rows", "saved_of_stated", "max_abs_dy", "median_abs_dy")  # not of floors
-Gemm = tuple[Tensor, Tensor, Tensor]  # left [m, k], right [k, n], out [m, n]
-Forward = Callable[[Tensor], Tensor]  # [T, H] -> [T, H]
+KINDS: dict[str, dict[str, Any]] = {KIND: {}, "softmax_pre": {"moe_router_pre_softmax": True}}
+# Of the layer and its peers, not of floors.
+FIGURES = (
+    "saved_bytes_per_token",
+    "saved_rows",
+    "saved_of_stated",
+    "peak_bytes_per_token",
+    "max_abs_dy",
+    "median_abs_dy",
+)
 Candidates = dict[str, tuple[nn.Module, Forward]]
-Timers = dict[str, Callable[[], float]]  # each returns seconds
 
 
 def build(
@@ -59,14 +56,14 @@ def build(
     """Return this library's layer and its forward function on [T, H] or [S, B, H].
 
     Raises:
-        ValueError: `kind` is not "softmax_post", the one routing that is compared.
+        ValueError: `kind` is neither "softmax_post", which is compared, nor "softmax_pre", which takes K = 1.
     """
-    if kind != KIND:
-        raise ValueError(f"kind ({kind!r}) must be {KIND!r}, the one routing that is compared.")
+    if kind not in KINDS:
+        raise ValueError(f"kind ({kind!r}) must be one of {list(KINDS)}.")
     sizes = {"hidden_size": hidden, "num_moe_experts": experts, "moe_ffn_hidden_size": ffn, "moe_router_topk": topk}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layer = MoELayer(MoEConfig(**sizes, params_dtype=dtype, moe_router_fusion=True))
+        layer = MoELayer(MoEConfig(**sizes, **KINDS[kind], params_dtype=dtype, moe_router_fusion=True))
 
     def forward(hidden_states: Tensor) -> Tensor:
         return layer(hidden_states.reshape(-1, 1, hidden)).reshape(hidden_states.shape)  # [T, H] -> [T, 1, H] -> [T, H]
@@ -89,129 +86,69 @@ def set_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
             parameter.copy_(weights[name].reshape(parameter.shape))  # fc1: [E, 2F, H] -> [E, 2, F, H]
 
 
-def count_saved_bytes(function: Callable[[], Tensor], exclude: Iterable[Tensor]) -> tuple[Tensor, int]:
-    """Return a function's output and the bytes of the distinct storages that its live graph keeps for backward.
-
-    A storage counts once and as a whole; those of `exclude` (parameters) do not count. Not seen: tensors that an
-    autograd function holds as attributes instead of by `save_for_backward`.
-    """
-    references: list[weakref.ref[Tensor]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept = tensor.detach()  # held by the graph alone, so it dies with it
-        references.append(weakref.ref(kept))
-        return kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-        output = function()
-    storages = [kept.untyped_storage() for reference in references if (kept := reference()) is not None]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    return output, sum(size for address, size in sizes.items() if address not in excluded)
-
-
-def make_weights(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return canonical weights, drawn in fp32 and rounded to `dtype`, so that every dtype has the same values."""
-    _, hidden, ffn, experts, _ = shape
-    sizes = {"router.weight": (experts, hidden), "fc1": (experts, 2 * ffn, hidden), "fc2": (experts, hidden, ffn)}
-    draws = {name: torch.randn(size, generator=generator) / math.sqrt(size[-1]) for name, size in sizes.items()}
-    return {name: weight.to(dtype) for name, weight in draws.items()}
-
-
-def floor_gemms(weights: dict[str, Tensor], counts: Sequence[int], generator: torch.Generator) -> dict[str, list[Gemm]]:
-    """Return the GEMMs of a forward and backward over random rows, with outputs in place.
-
-    "dense": six GEMMs over all R rows with the first expert's weights. "loop": the same six, cut into one expert-major
-    span of rows an expert by the `counts` of tokens; an expert without tokens has none.
-    """
-    fc1, fc2 = weights["fc1"], weights["fc2"]
-    rows, widths = sum(counts), (fc1.shape[2], fc2.shape[2], fc1.shape[1], fc2.shape[1])  # R, (H, F, 2F, H)
-    x, act, fc1_grad, y_grad = (torch.randn(rows, width, generator=generator).to(fc1.dtype) for width in widths)
-    fc1_out, y, x_grad, act_grad = (torch.empty_like(t) for t in (fc1_grad, y_grad, x, act))
-    fc1_wgrad, fc2_wgrad = torch.empty_like(fc1), torch.empty_like(fc2)
-
-    def six(span: slice, expert: int) -> list[Gemm]:
-        return [
-            (x[span], fc1[expert].t(), fc1_out[span]),  # [n, H] @ [H, 2F]
-            (act[span], fc2[expert].t(), y[span]),  # [n, F] @ [F, H]
-            (y_grad[span], fc2[expert], act_grad[span]),  # [n, H] @ [H, F]
-            (y_grad[span].t(), act[span], fc2_wgrad[expert]),  # [H, n] @ [n, F]
-            (fc1_grad[span], fc1[expert], x_grad[span]),  # [n, 2F] @ [2F, H]
-            (fc1_grad[span].t(), x[span], fc1_wgrad[expert]),  # [2F, n] @ [n, H]
-        ]
-
-    ends = enumerate(itertools.accumulate(counts))
-    spans = [(slice(end - counts[expert], end), expert) for expert, end in ends if counts[expert]]
-    return {"dense": six(slice(0, rows), 0), "loop": [gemm for span in spans for gemm in six(*span)]}
-
-
-def run_gemms(gemms: list[Gemm], compute_dtype: torch.dtype) -> None:
-    """Multiply into the outputs; operands of another dtype are cast for each GEMM and the result is rounded back."""
-    for left, right, out in gemms:
-        if out.dtype == compute_dtype:
-            torch.mm(left, right, out=out)
-        else:
-            out.copy_(torch.mm(left.to(compute_dtype), right.to(compute_dtype)))
-
-
-def time_step(module: nn.Module, forward: Forward, x: Tensor, y_grad: Tensor) -> float:
-    """Return the seconds of one forward and backward; x needs a gradient, parameter gradients start as None."""
-    module.zero_grad(set_to_none=True)
-    x = x.detach().requires_grad_()
-    return time_call(lambda: forward(x).backward(y_grad))
-
-
-def time_call(function: Callable[..., object], *arguments: object) -> float:
-    """Return the seconds that a call takes."""
-    start = time.perf_counter()
-    function(*arguments)
-    return time.perf_counter() - start
-
-
-def summarize(name: str, times: dict[str, list[float]], floors: Iterable[str], tokens: int) -> dict[str, Any]:
-    """Return median and spread of the times, and the median over the rounds of floor / time."""
-    seconds = times[name]
-    ratios = {floor: [a / b for a, b in zip(times[floor], seconds, strict=True)] for floor in floors}
-    return {
-        "ms_median": 1e3 * statistics.median(seconds),
-        "ms_min": 1e3 * min(seconds),
-        "ms_max": 1e3 * max(seconds),
-        "tokens_per_second": tokens / statistics.median(seconds),
-        "share_of_floor": {floor: statistics.median(values) for floor, values in ratios.items()},
+def build_candidates(
+    shape: Shape, weights: dict[str, Tensor], options: argparse.Namespace
+) -> tuple[Candidates, list[str]]:
+    """Build this file's layer as "moe", then the peers, all with the same weights; return also who is left out."""
+    sources = {OURS: (__name__, KIND), **options.peer}
+    sources |= {
+        name: (adapter.module, adapter.kind)
+        for name, adapter in options.adapters.items()
+        if adapter.max_experts is None or shape.experts <= adapter.max_experts
     }
-
-
-def measure(label: str, floors: Timers, steps: Timers, rounds: int) -> dict[str, list[float]]:
-    """Time floors and steps, interleaved and rotated by one place a round; return the seconds by name.
-
-    A floor that takes over a second and ten times the fastest one (bf16 without bf16 instructions) is timed once
-    and stands for every round.
-    """
-    for timer in floors.values():
-        timer()
-    first = {name: timer() for name, timer in floors.items()}
-    slow = {name for name, seconds in first.items() if seconds > max(1.0, 10 * min(first.values()))}
-    times = {name: [first[name]] * rounds if name in slow else [] for name in (*floors, *steps)}
-    calls = [(name, timer) for name, timer in (floors | steps).items() if name not in slow]
-    for index in range(rounds):
-        gc.collect()
-        start = index % len(calls)
-        for name, call in calls[start:] + calls[:start]:
-            times[name].append(call())
-        latest = ", ".join(f"{name} {1e3 * times[name][-1]:.2f}" for name, _ in calls)
-        print(f"{label} round {index + 1}/{rounds}, ms: {latest}", file=sys.stderr, flush=True)
-    return times
-
-
-def build_candidates(shape: Shape, weights: dict[str, Tensor], options: argparse.Namespace) -> Candidates:
-    """Build this file's layer as "moe", then the peers, all with the same weights."""
     candidates = {}
-    for name, (module_name, kind) in {"moe": (__name__, KIND), **options.peers}.items():
+    for name, (module_name, kind) in sources.items():
         source = importlib.import_module(module_name)
         module, forward = source.build(kind, *shape[1:], weights["fc1"].dtype, options.seed)
         source.set_weights(module, weights)
         candidates[name] = module, forward
-    return candidates
+    left_out = [
+        f"{name} (over {adapter.max_experts} experts)"
+        for name, adapter in options.adapters.items()
+        if name not in sources
+    ]
+    return candidates, left_out
+
+
+def measure_memory(candidate: tuple[nn.Module, Forward], x: Tensor, y_grad: Tensor) -> dict[str, Any]:
+    """Return the bytes that a candidate saves for backward, the peak of one forward and backward, and its output."""
+    module, forward = candidate
+    y, saved_bytes = count_saved_bytes(partial(forward, x.detach().requires_grad_()), module.parameters())
+    y.backward(y_grad)
+    peak_bytes = measure_peak_bytes(partial(time_step, *candidate, x, y_grad))
+    module.zero_grad(set_to_none=True)
+    return {"saved_bytes": saved_bytes, "peak_bytes": peak_bytes, "y": y.detach()}
+
+
+def describe_candidates(
+    candidates: Candidates, shape: Shape, x: Tensor, y_grad: Tensor, stated_bytes: int
+) -> dict[str, dict[str, Any]]:
+    """Return for each candidate the figures that need no clock.
+
+    Args:
+        candidates: of `build_candidates`.
+        shape: its sizes.
+        x, y_grad: [T, H], input and gradient of the output.
+        stated_bytes: what backward needs.
+    """
+    rows, figures = shape.tokens * shape.topk, {}
+    with torch.no_grad():
+        expected = candidates[OURS][1](x).float()
+    for name, candidate in candidates.items():
+        found = measure_memory(candidate, x, y_grad)
+        distance = (found["y"].float() - expected).abs().amax(dim=1)  # [T, H] -> [T]
+        saved_bytes, peak_bytes = found["saved_bytes"], found["peak_bytes"]
+        figures[name] = {
+            "kind": "layer" if name == OURS else "peer",
+            "saved_bytes": saved_bytes,
+            "saved_bytes_per_token": saved_bytes / shape.tokens,
+            "saved_rows": saved_bytes / (rows * shape.hidden * x.itemsize),
+            "saved_of_stated": saved_bytes / stated_bytes,
+            "peak_bytes_per_token": None if peak_bytes is None else peak_bytes / shape.tokens,
+            "max_abs_dy": distance.max().item(),
+            "median_abs_dy": distance.median().item(),
+        }
+    return figures
 
 
 def run_case(shape_name: str, dtype_name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -220,100 +157,102 @@ def run_case(shape_name: str, dtype_name: str, options: argparse.Namespace) -> d
     generator = torch.Generator().manual_seed(options.seed)
     weights = make_weights(shape, dtype, generator)
     x, y_grad = (torch.randn(shape.tokens, shape.hidden, generator=generator).to(dtype) for _ in range(2))
-    candidates = build_candidates(shape, weights, options)
+    candidates, left_out = build_candidates(shape, weights, options)
+    layer, forward = candidates[OURS]
     with torch.no_grad():
-        expected = candidates["moe"][1](x)
-        _, routing_map = candidates["moe"][0].router(x.unsqueeze(1))  # [T, 1, H] -> [T, E]
+        _, routing_map = layer.router(x.unsqueeze(1))  # [T, 1, H] -> [T, E]
     counts = routing_map.sum(dim=0).tolist()
-    gemms = floor_gemms(weights, counts, generator)
-    floors = {name: partial(time_call, run_gemms, gemms[name], dtype) for name in ("dense", "loop")}
-    if dtype != torch.float32:
-        floors["fp32 loop"] = partial(time_call, run_gemms, gemms["loop"], torch.float32)
     rows = shape.tokens * shape.topk
     stated_bytes = (x.numel() + rows * 2 * shape.ffn) * dtype.itemsize + rows * (8 + 4)  # x, fc1 output, ids, probs
-    figures: dict[str, dict[str, Any]] = {name: {"kind": "floor"} for name in floors}
-    for name, (module, forward) in candidates.items():
-        y, saved_bytes = count_saved_bytes(partial(forward, x.detach().requires_grad_()), module.parameters())
-        y.backward(y_grad)
-        distance = (y.detach().float() - expected.float()).abs().amax(dim=1)  # [T, H] -> [T]
-        figures[name] = {
-            "kind": "peer" if name in options.peers else "layer",
-            "saved_bytes": saved_bytes,
-            "saved_bytes_per_token": saved_bytes / shape.tokens,
-            "saved_rows": saved_bytes / (rows * shape.hidden * dtype.itemsize),
-            "saved_of_stated": saved_bytes / stated_bytes,
-            "max_abs_dy": distance.max().item(),
-            "median_abs_dy": distance.median().item(),
-        }
+    figures = describe_candidates(candidates, shape, x, y_grad, stated_bytes)
+    floors = floor_timers(weights, counts, generator)
     steps = {name: partial(time_step, *candidate, x, y_grad) for name, candidate in candidates.items()}
-    times = measure(f"{shape_name} {dtype_name}", floors, steps, options.rounds)
-    entries = [{"name": name, **figures[name], **summarize(name, times, floors, shape.tokens)} for name in times]
+    times = measure(f"{shape_name} {dtype_name}", {**floors, **steps}, options.rounds)
+    entries = [
+        {"name": name, **figures.get(name, {"kind": "floor"}), **summarize(name, times, floors, shape.tokens)}
+        for name in times
+    ]
     case = {"shape": shape_name, "dtype": dtype_name, **shape._asdict(), "stated_bytes": stated_bytes}
-    return case | {"tokens_per_expert_min": min(counts), "tokens_per_expert_max": max(counts), "entries": entries}
-
-
-def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a reader needs to judge the figures: machine, versions, date, command, settings."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
-    return {
-        "cpu": fields.get("model name") or platform.processor() or platform.machine(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "bf16_instructions": " ".join(flag for flag in fields.get("flags", "").split() if "bf16" in flag) or "none",
-        "threads": f"{torch.get_num_threads()} on {os.cpu_count()} cores",
-        "torch": f"{torch.__version__}, Python {platform.python_version()}",
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("MALLOC_", "OMP_", "MKL_"))},
-        "settings": f"{options.rounds} rounds, seed {options.seed}",
-    }
+    case |= {"tokens_per_expert_min": min(counts), "tokens_per_expert_max": max(counts), "left_out": left_out}
+    if dtype != torch.float32:
+        case["relative_errors"] = measure_accuracy(layer, forward, x, weights)
+    if options.breakdown:
+        case["breakdown"] = measure_breakdown(layer, forward, x, y_grad, options.rounds)
+    return case | {"entries": entries}
 
 
 def format_row(case: dict[str, Any], entry: dict[str, Any]) -> dict[str, str]:
     """Return one line of the table, heading -> cell."""
-    spread = f"{entry['ms_min']:.2f}..{entry['ms_max']:.2f}" if entry["ms_min"] < entry["ms_max"] else "once"
+    once = entry["ms_min"] == entry["ms_max"]
     cells = {
         "shape": case["shape"],
         "dtype": case["dtype"],
         "what": entry["name"] + (" floor" if entry["kind"] == "floor" else ""),
-        "ms median (min..max)": f"{entry['ms_median']:.2f} ({spread})",
+        "ms median (min..max)": f"{entry['ms_median']:.2f} "
+        + ("(once)" if once else f"({entry['ms_min']:.2f}..{entry['ms_max']:.2f})"),
+        "ms quartiles": "-" if once else f"{entry['ms_q1']:.2f}..{entry['ms_q3']:.2f}",
         "tokens/s": f"{entry['tokens_per_second']:.0f}",
     }
     for floor in FLOORS:
         share = entry["share_of_floor"].get(floor)
         cells[f"of {floor}"] = "-" if share is None else f"{share:.2f}"
+    cells["x ours (quartiles)"] = format_ratio(entry) if entry["kind"] == "peer" else "-"
     for name in FIGURES:
         value = entry.get(name)
         cells[name.replace("_", " ")] = "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
     return cells
 
 
+def format_ratio(entry: dict[str, Any]) -> str:
+    """Return the median and the quartiles of an entry's time / our time."""
+    return "{median:.2f} ({q1:.2f}..{q3:.2f})".format(**entry["times_ours"])
+
+
+def describe_case(case: dict[str, Any]) -> list[str]:
+    """Return what the table does not say: sizes, the best peer, who is left out, errors against fp64."""
+    name = f"{case['shape']} {case['dtype']}"
+    sizes = ", ".join(f"{field} {case[field]}" for field in Shape._fields)
+    lines = [f"{name}: {sizes}, tokens per expert {case['tokens_per_expert_min']}..{case['tokens_per_expert_max']}"]
+    beside = [entry for entry in case["entries"] if entry["kind"] == "peer"]
+    if beside:
+        best = min(beside, key=lambda entry: entry["times_ours"]["median"])
+        lines.append(
+            f"{name}: the best peer is {best['name']} with {format_ratio(best)} x ours in the same round,"
+            f" {best['times_ours']['min']:.2f} at least"
+        )
+    if case["left_out"]:
+        lines.append(f"{name}: left out {', '.join(case['left_out'])}")
+    errors = [
+        f"{what} {found['max']:.2e}, {found['median']:.2e}" for what, found in case.get("relative_errors", {}).items()
+    ]
+    if errors:
+        lines.append(f"{name}: a token's |dy| / |y| against fp64 on one routing, max and median: {'; '.join(errors)}")
+    return [f"- {line}" for line in lines]
+
+
 def format_report(report: dict[str, Any]) -> str:
-    """Return machine, sizes and table as Markdown whose columns are aligned."""
-    header = [f"- {key.replace('_', ' ')}: {value}" for key, value in report["run"].items()]
-    for case in report["cases"]:
-        sizes = ", ".join(f"{name} {case[name]}" for name in Shape._fields)
-        spread = f"{case['tokens_per_expert_min']}..{case['tokens_per_expert_max']}"
-        header.append(f"- {case['shape']} {case['dtype']}: {sizes}, tokens per expert {spread}")
-    table = [format_row(case, entry) for case in report["cases"] for entry in case["entries"]]
-    rows = [list(table[0]), *(list(cells.values()) for cells in table)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([*header, "", *lines, ""])
+    """Return machine, sizes and tables as Markdown whose columns are aligned."""
+    cases = report["cases"]
+    lines = format_run(report["run"]) + [line for case in cases for line in describe_case(case)]
+    lines += ["", *format_table([format_row(case, entry) for case in cases for entry in case["entries"]])]
+    broken_down = [case for case in cases if "breakdown" in case]
+    if broken_down:
+        lines += ["", "Share of this library's forward + backward that each stage takes:", ""]
+        lines += format_table([line for case in broken_down for line in format_breakdown(case)])
+    return "\n".join([*lines, ""])
 
 
 def parse_peer(text: str) -> tuple[str, tuple[str, str]]:
     """Parse NAME=MODULE[:KIND] into (name, (module name, kind))."""
     name, _, target = text.partition("=")
     module_name, _, kind = target.partition(":")
-    if not module_name or name in ("", "moe", *FLOORS):
+    if not module_name or name in ("", OURS, *FLOORS, *peers.ADAPTERS):
         raise argparse.ArgumentTypeError(f"peer ({text!r}) must be NAME=MODULE[:KIND] with a name of its own.")
     return name, (module_name, kind or KIND)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["S3", "S5"])
@@ -322,27 +261,49 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--rounds", type=int, default=7, help="timed rounds a case")
     add("--threads", type=int, default=torch.get_num_threads(), help="torch's intra-op threads")
     add("--seed", type=int, default=0, help="of weights and inputs")
-    add("--peer", dest="peers", action="append", default=[], type=parse_peer, metavar="NAME=MODULE[:KIND]")
-    add("--json", type=Path, help="write everything here")
-    add("--markdown", type=Path, help="write the table here")
+    known = ", ".join(["all", *peers.PACKAGES, *peers.ADAPTERS])
+    add("--peers", nargs="+", default=[], metavar="NAME", help=f"compare with these: {known}")
+    add("--peer", action="append", default=[], type=parse_peer, metavar="NAME=MODULE[:KIND]")
+    add("--breakdown", action="store_true", help="also the share of each stage in this library's layer")
+    add("--report", action="store_true", help="write layer_HARDWARE_DATE.md and .json to --results")
+    add("--results", type=Path, default=RESULTS, help="folder of --report")
+    add("--json", type=Path, help="also write everything here")
+    add("--markdown", type=Path, help="also write the table here")
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exit with 2 where it is wrong or a peer is not installed."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
-    names = [name for name, _ in options.peers]
+    names = [name for name, _ in options.peer]
     if len(set(names)) < len(names) or options.rounds < 1:
         parser.error(f"--peer names ({names}) must differ, and --rounds ({options.rounds}) must be at least 1.")
-    options.peers = dict(options.peers)
+    try:
+        options.adapters = peers.choose(options.peers)
+        options.versions = peers.versions(options.adapters)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    options.peer = dict(options.peer)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case, print the table, and write the files that were asked for after each case."""
+    """Measure every case, print the tables, and write the files that were asked for after each case."""
+    warnings.filterwarnings("ignore")  # of the peers
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    report: dict[str, Any] = {"run": describe_run(options), "cases": []}
+    run = describe_run(f"{options.rounds} rounds, seed {options.seed}")
+    if options.versions:
+        run["peers"] = ", ".join(f"{package} {version}" for package, version in options.versions.items())
+    paths = [options.json, options.markdown]
+    if options.report:
+        path = report_path("layer", options.results, run["date"])
+        paths += [path.with_name(path.name + ending) for ending in (".md", ".json")]
+    report: dict[str, Any] = {"run": run, "cases": []}
     for shape_name, dtype_name in itertools.product(options.shapes, options.dtypes):
         report["cases"].append(run_case(shape_name, dtype_name, options))
-        for path, text in ((options.json, json.dumps(report, indent=1)), (options.markdown, format_report(report))):
-            if path:
-                path.write_text(text)
+        write_reports(paths, report, format_report(report))
     print(format_report(report))
 
 

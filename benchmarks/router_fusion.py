@@ -8,15 +8,19 @@ ratio is the median over the rounds of unfused / fused, so other load on the mac
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from layer import count_saved_bytes, describe_run
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.memory import count_saved_bytes
+from benchmarks.report import describe_run
 from router import RouterConfig, TopKRouter
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     sizes, rounds = ([(64, 16, 4)], 2) if options.tiny else (SIZES, options.rounds)
-    run = describe_run(argparse.Namespace(rounds=rounds, seed=0))
+    run = describe_run(f"{rounds} rounds, seed 0")
     lines = [
         f"{run['date'][:10]}, {run['cpu']} ({run['instructions']}), torch {torch.__version__.split('+')[0]},"
         f" {options.threads} thread(s), {rounds} rounds, fp32, process time; saved bytes are per token.",

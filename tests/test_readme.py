@@ -99,7 +99,7 @@ def test_every_flag_exists():
     )
     torchrun = {"--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--standalone"}
     torchrun |= {"--max-restarts"}
-    benchmark = {"--shapes", "--dtypes", "--rounds", "--peer", "--threads"}
+    benchmark = {"--shapes", "--dtypes", "--rounds", "--peers", "--threads"}
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", README)) - torchrun - benchmark
     assert used, "the pattern finds no flag"
     assert {flag for flag in used if flag not in help_text} == set()

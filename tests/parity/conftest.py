@@ -24,9 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def missing_peers() -> list[str]:
     """Return the names of the peers that are not here."""
     found = {
-        name: (megatron.FOLDER.parent / name).is_dir() for name in ("megatron_core", "transformer_engine", "triton")
+        name: (megatron.FOLDER.parent / name).is_dir()
+        for name in ("megatron_core", "transformer_engine", "torchtitan", "triton")
     }
-    found |= {name: importlib.util.find_spec(name) is not None for name in ("transformers", "torchao")}
+    found |= {name: importlib.util.find_spec(name) is not None for name in ("transformers", "torchao", "tyro")}
     return [name for name, is_here in found.items() if not is_here]
 
 

@@ -62,13 +62,18 @@ def triton_stubs() -> dict[str, types.ModuleType]:
 
 def load(module: str) -> types.ModuleType:
     """Return megatron.core.<module>."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+    return import_on_cpu(f"megatron.core.{module}", FOLDER)
+
+
+def import_on_cpu(name: str, folder: Path) -> types.ModuleType:
+    """Return a module, unpacked in a folder or installed, that is imported without GPU, Triton and compiler."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     stubs = triton_stubs()
     with mock.patch.dict(sys.modules, stubs), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mock.patch.object(torch, "compile", _decorator), on_cpu():
-            loaded = importlib.import_module(f"megatron.core.{module}")
+            loaded = importlib.import_module(name)
             kept = {name: value for name, value in sys.modules.items() if name not in stubs}
     sys.modules.update(kept)  # patch.dict restores the table as it was; the package's modules stay
     return loaded
