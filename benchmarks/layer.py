@@ -168,6 +168,9 @@ def run_case(shape_name: str, dtype_name: str, options: argparse.Namespace) -> d
     floors = floor_timers(weights, counts, generator)
     steps = {name: partial(time_step, *candidate, x, y_grad) for name, candidate in candidates.items()}
     times = measure(f"{shape_name} {dtype_name}", {**floors, **steps}, options.rounds)
+    for name, adapter in options.adapters.items():
+        if name in figures:
+            figures[name]["multiplies_in"] = adapter.multiplies_in or dtype_name
     entries = [
         {"name": name, **figures.get(name, {"kind": "floor"}), **summarize(name, times, floors, shape.tokens)}
         for name in times
@@ -213,13 +216,19 @@ def describe_case(case: dict[str, Any]) -> list[str]:
     name = f"{case['shape']} {case['dtype']}"
     sizes = ", ".join(f"{field} {case[field]}" for field in Shape._fields)
     lines = [f"{name}: {sizes}, tokens per expert {case['tokens_per_expert_min']}..{case['tokens_per_expert_max']}"]
-    beside = [entry for entry in case["entries"] if entry["kind"] == "peer"]
+    all_peers = [entry for entry in case["entries"] if entry["kind"] == "peer"]
+    beside = [entry for entry in all_peers if entry.get("multiplies_in", case["dtype"]) == case["dtype"]]
     if beside:
         best = min(beside, key=lambda entry: entry["times_ours"]["median"])
         lines.append(
             f"{name}: the best peer is {best['name']} with {format_ratio(best)} x ours in the same round,"
             f" {best['times_ours']['min']:.2f} at least"
         )
+    lines += [
+        f"{name}: {entry['name']} multiplies in {entry['multiplies_in']} and does not count among the peers"
+        for entry in all_peers
+        if entry not in beside
+    ]
     if case["left_out"]:
         lines.append(f"{name}: left out {', '.join(case['left_out'])}")
     errors = [

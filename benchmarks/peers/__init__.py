@@ -18,12 +18,14 @@ class Adapter:
         module: ours, which runs it.
         kind: which way; what the module's `build` takes.
         max_experts: left out at more experts than that; None: never.
+        multiplies_in: the one dtype of its experts' products; None: that of the parameters, or a wider one.
     """
 
     package: str
     module: str
     kind: str
     max_experts: int | None = None
+    multiplies_in: str | None = None
 
 
 _MEGATRON = {"package": "megatron-core", "module": "benchmarks.peers.megatron_core"}
@@ -36,14 +38,15 @@ ADAPTERS = {
     "transformers-grouped-mm": Adapter(**_TRANSFORMERS, kind="grouped_mm"),
     # Autograd makes one gradient of all experts' weights for each expert: quadratic in their number.
     "transformers-eager": Adapter(**_TRANSFORMERS, kind="eager", max_experts=32),
-    "torchtitan-bf16-experts": Adapter(**_TORCHTITAN, kind="bf16 experts"),
+    "torchtitan-bf16-experts": Adapter(**_TORCHTITAN, kind="bf16 experts", multiplies_in="bf16"),
     "torchtitan-fp32-experts": Adapter(**_TORCHTITAN, kind="fp32 experts"),
 }
 PACKAGES = tuple(dict.fromkeys(adapter.package for adapter in ADAPTERS.values()))
 INSTALL = {
     "megatron-core": "make peers",
     "transformers": "make peers, or pip install transformers==5.23.0",
-    "torchtitan": "make peers, or pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 and pip install tyro",
+    "torchtitan": "make peers, or pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 and pip install tyro;"
+    " it needs Python 3.11",
 }
 
 

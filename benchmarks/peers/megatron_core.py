@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.timing import Forward
-from tests.parity.megatron import load, on_cpu
+from tests.parity.megatron import load
 
 KINDS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
@@ -38,20 +37,26 @@ class _Stream:
         return self
 
 
+STREAM = _Stream()
+ANSWERS: dict[str, Any] = {
+    "current_device": lambda: torch.device("cpu"),
+    "current_stream": lambda *_: STREAM,
+    "stream": lambda _: contextlib.nullcontext(),
+    "Stream": _Stream,
+}
+
+
 @contextlib.contextmanager
-def without_streams() -> Iterator[None]:
-    """Let the package take the CPU for the current device, and streams for things without effect."""
-    stream = _Stream()
-    answers = {
-        "Stream": _Stream,
-        "current_stream": lambda *_: stream,
-        "stream": lambda _: contextlib.nullcontext(),
-    }
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(on_cpu())
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+def without_cuda() -> Iterator[None]:
+    """Let the package take the CPU for the current device and find streams without effect; takes microseconds."""
+    kept = {name: getattr(torch.cuda, name) for name in ANSWERS}
+    try:
+        for name, answer in ANSWERS.items():
+            setattr(torch.cuda, name, answer)
         yield
+    finally:
+        for name, function in kept.items():
+            setattr(torch.cuda, name, function)
 
 
 def version() -> str:
@@ -102,12 +107,12 @@ def build(
         **{"bias_activation_fusion": False, **KINDS[kind]},
     )
     make = load("models.gpt.moe_module_specs").get_moe_module_spec(use_te=False, num_experts=experts)
-    with torch.random.fork_rng(devices=[]), without_streams():
+    with torch.random.fork_rng(devices=[]), without_cuda():
         torch.manual_seed(seed)
         module = make(config=config, pg_collection=_groups(), layer_number=1)
 
     def forward(hidden_states: Tensor) -> Tensor:
-        with without_streams():
+        with without_cuda():
             return module(hidden_states.unsqueeze(1))[0].squeeze(1)  # [T, H] -> [T, 1, H] -> [T, H]
 
     return module.train(), forward
