@@ -80,6 +80,7 @@ benchmark-smoke: $(STAMP) ## Run the benchmarks at a tiny size.
 	$(BIN)/python benchmarks/layer.py --tiny
 	$(BIN)/python benchmarks/router_fusion.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/communication.py --tiny
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/expert_parallel.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantization.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantized_training.py --tiny --output-dir build/quantized
 
