@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from dispatchers.host_memory import new_rows
 
+CAST_ROWS = 512  # rows that are cast at once on a CPU before they are added up: they stay in its cache
+
 
 def permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None
@@ -239,7 +241,12 @@ def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, ordered: bool) -> Te
     if ordered and rows.device.type != "cpu":
         return _sum_rows_in_order(rows, row_ids, num_rows)
     out = new_rows((num_rows, *rows.shape[1:]), sum_dtype(rows.dtype), rows.device).zero_()
-    return out.index_add_(0, row_ids, rows.to(out.dtype)).to(rows.dtype)
+    if rows.dtype == out.dtype:
+        return out.index_add_(0, row_ids, rows)
+    size = CAST_ROWS if rows.device.type == "cpu" else max(rows.shape[0], 1)
+    for ids, part in zip(row_ids.split(size), rows.split(size), strict=True):
+        out.index_add_(0, ids, part.to(out.dtype))
+    return out.to(rows.dtype)
 
 
 def _sum_rows_in_order(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
