@@ -53,7 +53,9 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher[AllGatherPlan]):
 
     def counts_of(self, routing_map: Tensor) -> Tensor:
         """Return [E + 1] int64: slots of each expert and the number of tokens."""
-        return torch.cat([routing_map.sum(0), routing_map.new_full((1,), routing_map.shape[0], dtype=torch.int64)])
+        return torch.cat(
+            [super().counts_of(routing_map), routing_map.new_full((1,), routing_map.shape[0], dtype=torch.int64)]
+        )
 
     def token_dispatch(self, local: LocalTokens, counts: Counts) -> tuple[InTransit, AllGatherPlan]:
         """Send all tokens to all ranks: [T, H] -> [R, H]."""

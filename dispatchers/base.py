@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dispatchers.accounting import CommunicationCounter
 from dispatchers.collectives import RankGroup, RowsInFlight, SumInFlight, all_gather_counts, group_of_one
 from dispatchers.config import DispatcherConfig
-from dispatchers.permutation import pad_slots
+from dispatchers.permutation import column_counts, pad_slots
 
 # Slots of an expert are a multiple of this in deterministic mode: experts then compute in tiles of one shape, and a
 # row's result does not depend on which other rows there are.
@@ -272,7 +272,7 @@ class TokenDispatcher(nn.Module, ABC, Generic[Plan]):
 
     def counts_of(self, routing_map: Tensor) -> Tensor:
         """Return what the other ranks must know of a map [T, E]: by default its column sums, [E] int64."""
-        return routing_map.sum(0)
+        return column_counts(routing_map)
 
     def gather_counts(self, counts: Sequence[Tensor]) -> list[Counts]:
         """Tell all ranks of tp_ep the counts [C] of every part. One all_gather and one host sync for all parts."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dispatchers.host_memory import new_rows
+
+CAST_ROWS = 512  # rows that are cast at once on a CPU before they are added up: they stay in its cache
 
 
 def permute(
@@ -115,13 +120,28 @@ def routed_slots(routing_map: Tensor, num_slots: int | None = None) -> tuple[Ten
     """
     if num_slots is None:
         num_slots = int(routing_map.sum())  # sync: the caller gave no count
-    expert_ids, token_ids = torch.nonzero_static(routing_map.t().contiguous(), size=num_slots).unbind(1)  # [M, 2]
-    return token_ids.contiguous(), expert_ids.contiguous()
+    num_tokens = routing_map.shape[0]
+    places = torch.nonzero_static(routing_map.t().flatten(), size=num_slots).squeeze(1)  # [M], expert * T + token
+    expert_ids = places.div(max(num_tokens, 1), rounding_mode="floor")
+    return places - expert_ids * num_tokens, expert_ids
+
+
+def column_counts(routing_map: Tensor) -> Tensor:
+    """Count the True entries of each column: [T, E] bool -> [E] int64.
+
+    A sum on a CPU first casts its whole input to the dtype of the sum, 8 bytes an entry for int64. Here bytes add up as
+    bytes, block on block, and only what is left is cast.
+    """
+    num_tokens, num_experts = routing_map.shape
+    blocks = math.gcd(num_tokens, 128)  # at most 255: a byte holds the sum over the blocks
+    size = num_tokens // blocks
+    summed = routing_map.view(torch.uint8).reshape(blocks, size * num_experts).sum(0, dtype=torch.uint8)
+    return summed.view(size, num_experts).sum(0)
 
 
 def slot_probs(probs: Tensor, token_ids: Tensor, expert_ids: Tensor) -> Tensor:
     """Return probs [T, E] at the slots token_ids [M], expert_ids [M] -> [M]."""
-    return probs.reshape(-1).index_select(0, token_ids * probs.shape[1] + expert_ids)  # unlike gather, keeps no probs
+    return _SlotProbs.apply(probs, token_ids * probs.shape[1] + expert_ids)
 
 
 def reorder_blocks(sizes: Tensor, order: Tensor, num_rows: int) -> Tensor:
@@ -210,12 +230,23 @@ def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, *, ordered: bool = Fa
     return _SumRows.apply(rows, row_ids, num_rows, ordered)
 
 
+def _select_rows(rows: Tensor, row_ids: Tensor) -> Tensor:
+    """[R, H], [M] -> [M, H]."""
+    out = new_rows((row_ids.shape[0], *rows.shape[1:]), rows.dtype, rows.device)
+    return torch.index_select(rows, 0, row_ids, out=out)
+
+
 def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, ordered: bool) -> Tensor:
     """[M, H], [M] -> [num_rows, H]."""
     if ordered and rows.device.type != "cpu":
         return _sum_rows_in_order(rows, row_ids, num_rows)
-    out = torch.zeros(num_rows, *rows.shape[1:], dtype=sum_dtype(rows.dtype), device=rows.device)
-    return out.index_add_(0, row_ids, rows.to(out.dtype)).to(rows.dtype)
+    out = new_rows((num_rows, *rows.shape[1:]), sum_dtype(rows.dtype), rows.device).zero_()
+    if rows.dtype == out.dtype:
+        return out.index_add_(0, row_ids, rows)
+    size = CAST_ROWS if rows.device.type == "cpu" else max(rows.shape[0], 1)
+    for ids, part in zip(row_ids.split(size), rows.split(size), strict=True):
+        out.index_add_(0, ids, part.to(out.dtype))
+    return out.to(rows.dtype)
 
 
 def _sum_rows_in_order(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
@@ -226,12 +257,28 @@ def _sum_rows_in_order(rows: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0).to(rows.dtype)
 
 
+class _SlotProbs(torch.autograd.Function):
+    """Entries of probs [T, E] at places [M], each token * E + expert; keeps the places alone."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = probs.shape
+        return probs.reshape(-1).index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape.numel()).index_add_(0, places, grad).view(ctx.shape), None
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, row_ids: Tensor, ordered: bool) -> Tensor:
         ctx.save_for_backward(row_ids)
         ctx.num_rows, ctx.ordered = source.shape[0], ordered
-        return source.index_select(0, row_ids)
+        return _select_rows(source, row_ids)
 
     @staticmethod
     @once_differentiable
@@ -250,4 +297,4 @@ class _SumRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_ids,) = ctx.saved_tensors
-        return grad.index_select(0, row_ids), None, None, None
+        return _select_rows(grad, row_ids), None, None, None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from router.choice import column_counts
 from router.collectives import Counter, all_reduce_sum
 from router.config import RouterConfig
 from router.losses import Sequences, loss_scores, switch_load_balancing_loss_func, z_loss_func
@@ -85,15 +86,16 @@ def balancing_losses(
     """
     coeffs, topk = config.aux_loss_coeffs, config.moe_router_topk
     valid = (torch.ones_like(logits[:, 0], dtype=torch.bool) if padding is None else ~padding).unsqueeze(-1)  # [T, 1]
-    counted, scores = valid, logits.new_zeros(())
+    parts, scores = [valid], logits.new_zeros(())
     if coeffs:
         function = config.moe_router_score_function
         routing_map, scores = loss_scores(logits, topk, function, backend=backend, routing_map=routing_map)
-        counted = torch.cat([routing_map & valid, valid], dim=1)  # [T, E + 1], the last column counts tokens
+        parts = [routing_map if padding is None else routing_map & valid, valid]  # [T, E], and a column of tokens
         scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
-    counted = counted.to(torch.int64)
-    local = counted.sum(0, keepdim=True)  # a row for each balanced unit: the batch, then each sequence
-    joined = torch.cat([local, sequences.sum(counted)]) if "seq_aux_loss" in coeffs else local
+    local = torch.cat([column_counts(part) for part in parts]).unsqueeze(0)  # [1, E + 1], the batch as a whole
+    joined = local  # a row for each balanced unit: the batch, then each sequence
+    if "seq_aux_loss" in coeffs:
+        joined = torch.cat([local, sequences.sum(torch.cat(parts, dim=1).to(torch.int64))])
     shared = all_reduce_sum(joined, group=groups.tp_cp, name="tp_cp", counter=groups.counter)
     num_tokens = shared[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -71,6 +73,19 @@ def group_limited_topk(
     open_experts = (groups.unsqueeze(-1) * group_size + members).flatten(1)  # [T, open groups * group_size]
     best = scores.gather(1, open_experts).topk(topk, dim=-1)
     return best.values, open_experts.gather(1, best.indices)
+
+
+def column_counts(routing_map: Tensor) -> Tensor:
+    """Count the True entries of each column: [T, E] bool -> [E] int64.
+
+    A sum on a CPU first casts its whole input to the dtype of the sum, 8 bytes an entry for int64. Here bytes add up as
+    bytes, block on block, and only what is left is cast.
+    """
+    num_tokens, num_experts = routing_map.shape
+    blocks = math.gcd(num_tokens, 128)  # at most 255: a byte holds the sum over the blocks
+    size = num_tokens // blocks
+    summed = routing_map.view(torch.uint8).reshape(blocks, size * num_experts).sum(0, dtype=torch.uint8)
+    return summed.view(size, num_experts).sum(0)
 
 
 def balanced_experts(num_tokens: int, topk: int, num_experts: int, ep_size: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from router.capacity import apply_router_token_dropping
+from router.choice import column_counts
 from router.router import TopKRouter
 from router.scores import scores_of
 
@@ -38,5 +39,5 @@ class ExpertChoiceRouter(TopKRouter):
         probs, routing_map = apply_router_token_dropping(
             scores, all_open, topk, factor, policy, padding_mask=padding
         )  # the C best of all tokens
-        advance["tokens_per_expert"] = routing_map.sum(0)
+        advance["tokens_per_expert"] = column_counts(routing_map)
         return probs, routing_map, routing_map

@@ -54,6 +54,7 @@ class FusedTopK(torch.autograd.Function):
         probs = torch.zeros_like(logits).scatter_(1, expert_ids, weights)
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, expert_ids, True)
         ctx.mark_non_differentiable(routing_map)
+        ctx.set_materialize_grads(False)  # else backward gets a map of zeros
         ids_dtype = next(dtype for limit, dtype in FEWEST_BYTES if logits.shape[1] <= limit)
         ctx.save_for_backward(expert_ids.to(ids_dtype), kept, slopes)
         ctx.rule = rule
@@ -61,7 +62,9 @@ class FusedTopK(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_probs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_probs: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_probs is None:
+            return None, None, None, None
         expert_ids, kept, slopes = ctx.saved_tensors
         rule, expert_ids = ctx.rule, expert_ids.long()
         grad_weights = grad_probs.gather(1, expert_ids)  # [T, E] -> [T, K]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from router.fused import FusedLossScores, backend_of
 from router.scores import check_score_function, normalized_scores
@@ -66,7 +67,7 @@ def loss_scores(
     if routing_map is not None:
         return routing_map, scores
     chosen = logits.detach().topk(topk, dim=-1).indices  # the order of logits is that of scores, without saturated ties
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True), scores
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -129,6 +130,22 @@ def switch_load_balancing_loss_func(
     return _WeightedSum.apply(probs.sum(-2), weights)  # [..., T, E] -> [..., E] -> [...]
 
 
+class _LogSumExp(torch.autograd.Function):
+    """logits.logsumexp(-1), with one [T, E] tensor in backward instead of three."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        sums = logits.logsumexp(-1)  # [T, E] -> [T]
+        ctx.save_for_backward(logits, sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, sums = ctx.saved_tensors
+        return (logits - sums.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+
+
 def z_loss_func(
     logits: Tensor,
     z_loss_coeff: float,
@@ -149,7 +166,7 @@ def z_loss_func(
 
     Source: ST-MoE, arXiv:2202.08906, section 3.3, equation 5.
     """
-    squares = logits.logsumexp(-1).square()  # [T, E] -> [T]
+    squares = _LogSumExp.apply(logits).square()  # [T, E] -> [T]
     if padding_mask is not None:
         squares = squares.masked_fill(padding_mask, 0.0)
     if total_num_tokens is None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from router.choice import column_counts
+
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int, *, fused: bool = False) -> Tensor:
     """Return a padded copy of the routing map: each non-empty expert's count becomes a multiple of pad_multiple.
@@ -39,7 +41,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int, *, fused: bool = Fal
     if routing_map.dtype != torch.bool:
         raise ValueError(f"routing_map ({routing_map.dtype}) must be torch.bool, True where routed.")
     num_tokens = routing_map.shape[0]
-    counts = routing_map.sum(0)  # [T, E] -> [E]
+    counts = column_counts(routing_map)  # [T, E] -> [E]
     num_missing = -counts % pad_multiple
     free = ~routing_map
     if num_tokens % pad_multiple:

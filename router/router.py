@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from router.attached import LossGroups, balancing_losses
 from router.balancing import qb_dual_update, sinkhorn
 from router.capacity import apply_router_token_dropping, apply_token_rounding
-from router.choice import balanced_experts, choose_experts
+from router.choice import balanced_experts, choose_experts, column_counts
 from router.collectives import all_gather_rows, deepcopy_sharing_groups
 from router.config import AUX_LOSSES, ROUTER_DTYPES, RouterConfig
 from router.fused import backend_of, is_te_installed
@@ -222,7 +222,7 @@ class TopKRouter(nn.Module):
         if padding is not None:
             routing_map = routing_map & ~padding.unsqueeze(-1)
             probs = probs.masked_fill(padding.unsqueeze(-1), 0.0)
-        advance["tokens_per_expert"] = routing_map.sum(0)
+        advance["tokens_per_expert"] = column_counts(routing_map)
         return *self._limit(logits, probs, routing_map, padding, advance), routing_map
 
     def _flatten(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -299,8 +299,8 @@ class TopKRouter(nn.Module):
         if self.recorder is not None:
             kept = self.recorder.kept_map(lambda: kept)
             kept_probs = torch.where(kept, probs, 0.0)
-        advance["dropped_tokens_per_expert"] = (chosen & ~kept).sum(0)
-        advance["added_tokens_per_expert"] = (kept & ~chosen).sum(0)
+        advance["dropped_tokens_per_expert"] = column_counts(chosen & ~kept)
+        advance["added_tokens_per_expert"] = column_counts(kept & ~chosen)
         return kept_probs, kept
 
     @property

@@ -100,6 +100,6 @@ def route(
         weights = chosen_weights(logits.gather(1, expert_ids), rule)  # [T, K]
     if rule.scaling_factor is not None:
         weights = weights * rule.scaling_factor
-    probs = torch.zeros_like(logits).scatter(1, expert_ids, weights)
-    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_ids, True)
+    probs = torch.zeros_like(logits).scatter_(1, expert_ids, weights)
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, expert_ids, True)
     return probs, routing_map

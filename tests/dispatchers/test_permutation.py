@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from dispatchers import gather_rows, permute, sort_chunks_by_idxs, sum_rows, unpermute
-from dispatchers.permutation import expert_major, pad_slots, routed_slots, slot_probs, sum_dtype
+from dispatchers.permutation import (
+    CAST_ROWS,
+    column_counts,
+    expert_major,
+    pad_slots,
+    routed_slots,
+    slot_probs,
+    sum_dtype,
+)
+from tests.new_tensors import NewTensors
 
 # t0 -> e0 e2, t1 -> e2, t2 -> e0 e1; the slots are e0: t0 t2 | e1: t2 | e2: t0 t1
 ROUTING_MAP = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0]], dtype=torch.bool)
@@ -98,6 +107,18 @@ def test_sums_are_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     gather_rows(source, row_ids).backward(values)
     assert source.grad is not None
     assert source.grad.tolist() == [[0], [total], [0]]
+
+
+@pytest.mark.parametrize("num_rows", [0, CAST_ROWS - 1, CAST_ROWS, 2 * CAST_ROWS + 3])
+def test_rows_cast_in_parts_add_up_as_one_cast(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows, 3, generator=generator).bfloat16()
+    row_ids = torch.randint(0, 5, (num_rows,), generator=generator)
+    expected = torch.zeros(5, 3).index_add_(0, row_ids, rows.float()).bfloat16()
+    assert torch.equal(sum_rows(rows, row_ids, 5), expected)
+    with NewTensors((CAST_ROWS + 1) * 3) as made:
+        sum_rows(rows, row_ids, 5)
+    assert not made.operations
 
 
 def test_integers_add_up_exactly() -> None:
@@ -217,3 +238,25 @@ def test_sizes_beyond_32_bits_go_through_in_shape() -> None:
         rows = gather_rows(torch.empty(1 << 31, 1 << 12, dtype=torch.bfloat16), row_ids)
         assert rows.shape == (num_slots, 1 << 12)
         assert sum_rows(rows, row_ids, 1 << 31).shape == (1 << 31, 1 << 12)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 96, 257, 512])
+def test_column_counts_hold_more_than_a_byte(num_tokens: int) -> None:
+    routing_map = torch.rand(num_tokens, 5) < 0.7
+    routing_map[:, 1], routing_map[:, 3] = True, False
+    counts = column_counts(routing_map)
+    assert (counts.dtype, counts[1].item(), counts[3].item()) == (torch.int64, num_tokens, 0)
+    assert counts.tolist() == [sum(column) for column in routing_map.t().tolist()]
+    assert torch.equal(column_counts(routing_map[:, 1:4]), counts[1:4])  # columns of a wider map
+    assert torch.equal(column_counts(routing_map.t().contiguous().t()), counts)
+
+
+def test_slot_probs_make_one_dense_tensor_in_backward() -> None:
+    probs = leaf(PROBS)
+    token_ids, expert_ids = routed_slots(ROUTING_MAP, 5)
+    weights = slot_probs(probs, token_ids, expert_ids)
+    assert weights.tolist() == [0.1, 0.7, 0.8, 0.3, 0.6]
+    with NewTensors(probs.numel()) as made:
+        (gradient,) = torch.autograd.grad(weights, probs, torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64))
+    assert gradient.tolist() == [[1, 0, 4], [0, 0, 5], [2, 3, 0]]
+    assert made.operations == ["new_zeros"]
