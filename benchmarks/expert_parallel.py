@@ -9,10 +9,7 @@ Legend: `T` tokens of a rank, `H` hidden, `F` expert FFN width, `E` experts, `K`
 """
 
 import argparse
-import datetime
-import json
 import os
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.expert_parallel_ranks import PEER, Case, find_peer, measure_all  # noqa: E402
-from benchmarks.layer import DTYPES, SHAPES, describe_run  # noqa: E402
+from benchmarks.floors import DTYPES, SHAPES  # noqa: E402
+from benchmarks.report import RESULTS, describe_run, format_run, report_path, write_reports  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = (
     "shape|dtype|EP|layer|ms median (min..max)|theirs / ours, median (min..max)|rounds faster|max abs dy|max abs ddx"
 )
@@ -72,7 +69,7 @@ def format_table(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 def describe(options: argparse.Namespace, has_peer: bool) -> dict[str, Any]:
     """Return what a reader needs to judge the figures."""
-    run = describe_run(options)
+    run = describe_run(f"{options.rounds} rounds, seed {options.seed}")
     run["threads"] = f"1 a rank, {os.cpu_count()} cores"
     run["megatron-core"] = "left out"
     if has_peer:
@@ -80,16 +77,6 @@ def describe(options: argparse.Namespace, has_peer: bool) -> dict[str, Any]:
 
         run["megatron-core"] = load("package_info").__version__.split("+")[0]
     return run
-
-
-def write_report(folder: Path, run: dict[str, Any], lines: Sequence[str], entries: Sequence[dict[str, Any]]) -> Path:
-    """Write expert_parallel_<hardware>_<date>.md and .json into the folder, and return the path without its ending."""
-    hardware = re.sub(r"[^a-z0-9]+", "-", f"{run['cpu']} {run['instructions']}".lower()).strip("-")
-    stem = folder / f"expert_parallel_{hardware}_{datetime.date.today().isoformat()}"
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    report = json.dumps({"run": run, "entries": entries}, indent=1)
-    stem.with_suffix(".json").write_text(report + "\n", encoding="utf-8")
-    return stem
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -134,11 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case, *results in zip(cases, *by_rank, strict=True):
             entries += summarize(case, num_ranks, results)
     run = describe(options, has_peer)
-    lines = ["# Expert parallelism", "", *(f"- {key.replace('_', ' ')}: {value}" for key, value in run.items())]
+    lines = ["# Expert parallelism", "", *format_run(run)]
     lines += [f"- {name}: {SHAPES[name]}" for name in options.shapes] + ["", *format_table(entries)]
     print("\n".join(lines))
     if options.report:
-        print(f"written: {write_report(options.report, run, lines, entries)}.md and .json", file=sys.stderr)
+        stem = report_path("expert_parallel", options.report, run["date"])
+        paths = [stem.with_name(stem.name + ending) for ending in (".md", ".json")]
+        write_reports(paths, {"run": run, "entries": entries}, "\n".join(lines) + "\n")
+        print(f"written: {stem}.md and .json", file=sys.stderr)
 
 
 if __name__ == "__main__":
