@@ -19,6 +19,7 @@ from dispatchers.collectives import (
 )
 from dispatchers.config import DispatcherConfig
 from dispatchers.deduplicated import DeduplicatedPlan, MoEDeduplicatedTokenDispatcher
+from dispatchers.host_memory import release_host_memory
 from dispatchers.permutation import gather_rows, permute, sort_chunks_by_idxs, sum_rows, unpermute
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "gather_rows",
     "permute",
     "reduce_scatter_rows",
+    "release_host_memory",
     "sort_chunks_by_idxs",
     "start_all_gather_rows",
     "start_all_to_all_rows",

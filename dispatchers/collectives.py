@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from dispatchers.accounting import CommunicationCounter
 from dispatchers.checks import check_num_rows, check_sizes, check_splits, compare, signature
 from dispatchers.fp8_rows import pack_rows, packed_width, unpack_rows
-from dispatchers.host_memory import new_rows
+from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
 
 Splits = Sequence[int]  # rows per rank of the group
@@ -278,11 +278,11 @@ class _UnderWay:
         self, operation: str, rows: Tensor, output_splits: Splits, input_splits: Splits, group: RankGroup, packs: bool
     ) -> None:
         """rows: [sum(input_splits), ...]."""
-        self.target = new_rows((sum(output_splits), *rows.shape[1:]), rows.dtype, rows.device)
+        self.target = new_tensor((sum(output_splits), *rows.shape[1:]), rows.dtype, rows.device)
         self.sent = pack_rows(rows) if packs else rows.contiguous()
         width = (packed_width(rows.shape[1]),) if packs else rows.shape[1:]
         size = (sum(output_splits), *width)
-        self.packed = new_rows(size, self.sent.dtype, self.sent.device) if packs else None
+        self.packed = new_tensor(size, self.sent.dtype, self.sent.device) if packs else None
         group.announce(operation, self.sent, input_splits, output_splits)
         received = self.target if self.packed is None else self.packed
         self.work = dist.all_to_all_single(

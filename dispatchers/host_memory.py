@@ -1,50 +1,131 @@
-"""Memory for large rows on the host, in huge pages where the system has them."""
+"""Large tensors on the host, in memory that is used again instead of being taken from the system anew.
+
+The C library gives a large block back to the system when it is freed and takes a new one when it is asked for; the
+system then hands it out page by page, zeroed, as it is first written, which takes longer than most of what a layer
+does with it. CUDA tensors have a caching allocator against that; torch's tensors on the host have none.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import sys
+import threading
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-SMALLEST_ADVISED = 4 << 20  # bytes; less comes from memory that the allocator keeps
+SMALLEST_KEPT = 1 << 20  # bytes; less comes from memory that the C library keeps by itself
+STEPS = 32  # sizes of blocks between a power of two and the next
+SLACK = 1.25  # by how much a block may be larger than what it serves
 
 
-def new_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised memory of a shape, dtype and device, from torch's allocator.
+class HostMemory:
+    """Blocks of host memory, each lent to one tensor at a time.
 
-    The host's allocator takes a large block from the system anew each time, and the system hands it out page by page as
-    it is first written: with pages of 4 KiB that takes longer than moving the rows. Linux is asked for pages of 2 MiB
-    (MADV_HUGEPAGE), which it may refuse without harm; elsewhere the memory is ordinary. In a virtual machine that gives
-    free memory back to its host, a block that is asked for after a pause costs more in huge pages, not less: 32 MiB,
-    allocated and filled back to back, took 3 ms instead of 12, after half a second 18 to 47 instead of 11.
+    A block is free when no tensor, view, array or storage refers to it any more: whoever keeps a tensor keeps its
+    values. What is held is at most what was in use at one time, plus what rounding block sizes adds (at most 1/32).
+
+    Attributes:
+        most_used: bytes, the most that was lent at one time as far as this object knows.
     """
-    rows = torch.empty(shape, dtype=dtype, device=device)
-    if type(rows) is Tensor and rows.device.type == "cpu" and rows.nbytes >= SMALLEST_ADVISED:
-        advise_huge_pages(rows.data_ptr(), rows.nbytes)
-    return rows
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []  # the one not used for longest first
+        self._lock = threading.Lock()
+        self.most_used = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks, lent or free."""
+        return sum(block.num_bytes for block in self._blocks)
+
+    def take(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage of at least num_bytes with arbitrary content that nobody uses."""
+        size = _block_size(num_bytes)
+        with self._lock:
+            fitting = [block for block in self._blocks if size <= block.num_bytes <= SLACK * size and block.is_free]
+            block = min(fitting, key=lambda block: block.num_bytes, default=None)
+            if block is None:
+                block = self._grow(size)
+            else:
+                self._blocks.remove(block)
+            self._blocks.append(block)
+            return block.storage
+
+    def release(self) -> int:
+        """Give all free blocks back; returns how many bytes."""
+        with self._lock:
+            before = self.held_bytes
+            self._blocks = [block for block in self._blocks if not block.is_free]
+            self.most_used = self.held_bytes
+            return before - self.held_bytes
+
+    def _grow(self, size: int) -> _Block:
+        """Return a new block, and give back free ones that would make it more than was ever in use."""
+        held, lent = self.held_bytes, sum(block.num_bytes for block in self._blocks if not block.is_free)
+        self.most_used = max(self.most_used, lent + size)
+        for block in list(self._blocks):
+            if held + size <= self.most_used:
+                break
+            if block.is_free:
+                self._blocks.remove(block)
+                held -= block.num_bytes
+        return _Block(size)
 
 
-def advise_huge_pages(address: int, num_bytes: int) -> int | None:
-    """Ask for huge pages in the whole pages of a block; returns 0 if that was taken, None where it cannot be asked."""
-    function = _madvise()
-    if function is None:
-        return None
-    first = address + -address % mmap.PAGESIZE
-    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    return int(function(first, length, mmap.MADV_HUGEPAGE))
+class _Block:
+    """One storage.
+
+    Attributes:
+        num_bytes: its size.
+        storage: the one Python object of it; each tensor on it refers to what that object stands for.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.storage = torch.UntypedStorage(num_bytes)
+        self.address = self.storage._cdata
+        self.free_counts = self._counts()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor is on the storage and nobody else holds its Python object."""
+        return self._counts() == self.free_counts
+
+    def _counts(self) -> tuple[int, int]:
+        """Return how many refer to the Python object, and to what it stands for; nothing public counts those."""
+        return sys.getrefcount(self.storage), torch._C._storage_Use_Count(self.address)
 
 
-@cache
-def _madvise() -> Any:
-    """Return the C library's madvise(address, length, advice), or None on a system without it."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is not None:
-        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return function
+HOST_MEMORY = HostMemory()
+
+
+def release_host_memory() -> int:
+    """Give the memory back that large tensors on the host left behind and that nobody uses now.
+
+    Returns:
+        How many bytes.
+
+    Source: torch.cuda.empty_cache does so for CUDA. Differs: only tensors of this library.
+    """
+    return HOST_MEMORY.release()
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised contiguous tensor of a shape, dtype and device.
+
+    A large one on the host lies in memory that an earlier one left; see HostMemory and `release_host_memory`.
+    """
+    like = torch.empty(0, dtype=dtype, device=device)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    reuses = num_bytes >= SMALLEST_KEPT and type(like) is Tensor and like.device.type == "cpu"
+    # In deterministic mode torch fills what it allocates, which shows values that nobody wrote.
+    if not reuses or torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=dtype, device=device)
+    return like.set_(HOST_MEMORY.take(num_bytes), 0, shape, ())
+
+
+def _block_size(num_bytes: int) -> int:
+    """Return the next of the sizes of blocks, so that what varies a little shares blocks."""
+    step = max(1, (1 << (num_bytes - 1).bit_length()) // (2 * STEPS))
+    return num_bytes + -num_bytes % step

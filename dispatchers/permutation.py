@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dispatchers.host_memory import new_rows
+from dispatchers.host_memory import new_tensor
 
 CAST_ROWS = 512  # rows that are cast at once on a CPU before they are added up: they stay in its cache
 
@@ -232,7 +232,7 @@ def sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, *, ordered: bool = Fa
 
 def _select_rows(rows: Tensor, row_ids: Tensor) -> Tensor:
     """[R, H], [M] -> [M, H]."""
-    out = new_rows((row_ids.shape[0], *rows.shape[1:]), rows.dtype, rows.device)
+    out = new_tensor((row_ids.shape[0], *rows.shape[1:]), rows.dtype, rows.device)
     return torch.index_select(rows, 0, row_ids, out=out)
 
 
@@ -240,7 +240,7 @@ def _sum_rows(rows: Tensor, row_ids: Tensor, num_rows: int, ordered: bool) -> Te
     """[M, H], [M] -> [num_rows, H]."""
     if ordered and rows.device.type != "cpu":
         return _sum_rows_in_order(rows, row_ids, num_rows)
-    out = new_rows((num_rows, *rows.shape[1:]), sum_dtype(rows.dtype), rows.device).zero_()
+    out = new_tensor((num_rows, *rows.shape[1:]), sum_dtype(rows.dtype), rows.device).zero_()
     if rows.dtype == out.dtype:
         return out.index_add_(0, row_ids, rows)
     size = CAST_ROWS if rows.device.type == "cpu" else max(rows.shape[0], 1)

@@ -8,6 +8,7 @@ from dispatchers import (
     MoECapacityTokenDispatcher,
     MoEDeduplicatedTokenDispatcher,
     permute,
+    release_host_memory,
     sort_chunks_by_idxs,
     unpermute,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "pad_routing_map",
     "permute",
     "recompute",
+    "release_host_memory",
     "save_checkpoint",
     "set_loss_scale",
     "sinkhorn",

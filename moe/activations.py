@@ -58,19 +58,19 @@ class Activation:
         """G: 2 (gate, then up) for gated units, else 1."""
         return 2 if self.gated else 1
 
-    def forward(self, fc1_output: Tensor) -> Tensor:
-        """Return the activation of the first GEMM's output: [M, G, F] -> [M, F], new storage."""
-        if not self.gated:
-            return self._phi(fc1_output[:, 0])
-        gate, up = fc1_output[:, 0], fc1_output[:, 1]
-        if self.clamp is not None:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
-        if self.offset:
-            up = up + self.offset
-        return self._phi(gate).mul_(up)
+    def forward(self, fc1_output: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the activation of the first GEMM's output: [M, G, F] -> [M, F], in `out` or in new memory."""
+        out = torch.empty_like(fc1_output[:, 0]) if out is None else out
+        gate, up = self._inputs(fc1_output)
+        return self._phi(gate, out) if up is None else self._phi(gate, out).mul_(up)
 
     def forward_backward(
-        self, fc1_output: Tensor, grad: Tensor, weights: Tensor | None, grad_input: Tensor
+        self,
+        fc1_output: Tensor,
+        grad: Tensor,
+        weights: Tensor | None,
+        grad_input: Tensor,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Recompute the activation and differentiate weights * activation in one go.
 
@@ -79,42 +79,51 @@ class Activation:
             grad: [M, F], gradient with respect to the weighted activation; overwritten.
             weights: [M] multiplied onto the activation, or None for 1.
             grad_input: [M, G, F], receives the gradient with respect to fc1_output.
+            out: [M, F], receives the weighted activation; None: new memory does.
 
         Returns:
             The weighted activation [M, F]; the gradient with respect to weights [M], or None without weights.
         """
-        gate, up = fc1_output[:, 0], fc1_output[:, 1] if self.gated else None
-        clamp, unclamped_gate = self.clamp, gate
-        if clamp is not None and up is not None:
-            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-        if self.offset and up is not None:
-            up = up + self.offset
-        phi = self._phi(gate)  # [M, F]
-        activation = phi if up is None else phi * up
+        out = torch.empty_like(fc1_output[:, 0]) if out is None else out
+        gate, up = self._inputs(fc1_output)
+        if up is None:
+            self._phi(gate, out)
+        else:
+            phi = self._phi(gate, grad_input[:, 1])  # there until the gradient of up takes its place
+            torch.mul(phi, up, out=out)
         grad_weights = None
         if weights is not None:
-            grad_weights = torch.linalg.vecdot(grad, activation)  # [M]
+            grad_weights = torch.linalg.vecdot(grad, out)  # [M]
             weights = weights.unsqueeze(-1)  # [M, 1]
             grad.mul_(weights)
-            activation = activation * weights
+            out.mul_(weights)
         if up is not None:
-            torch.mul(grad, phi, out=grad_input[:, 1])
+            grad_input[:, 1].mul_(grad)
             grad.mul_(up)
         self._phi_backward(grad, gate, out=grad_input[:, 0])
-        if clamp is not None:
-            grad_input[:, 0].masked_fill_(unclamped_gate > clamp, 0)
-            grad_input[:, 1].masked_fill_(fc1_output[:, 1].abs() > clamp, 0)
-        return activation, grad_weights
+        if self.clamp is not None:
+            grad_input[:, 0].masked_fill_(fc1_output[:, 0] > self.clamp, 0)
+            grad_input[:, 1].masked_fill_(fc1_output[:, 1].abs() > self.clamp, 0)
+        return out, grad_weights
 
-    def _phi(self, x: Tensor) -> Tensor:
-        """[M, F] -> [M, F], new storage."""
+    def _inputs(self, fc1_output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what phi takes and what multiplies it, None without a gate: [M, G, F] -> [M, F] each."""
+        if not self.gated:
+            return fc1_output[:, 0], None
+        gate, up = fc1_output.unbind(1)
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return gate, up + self.offset if self.offset else up
+
+    def _phi(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write phi(x) to out and return it; both [M, F]."""
         if self.name == "silu":
-            return F.silu(x)
+            return torch.ops.aten.silu.out(x, out=out)
         if self.name == "quick_gelu":
-            return (x * QUICK_GELU_ALPHA).sigmoid_().mul_(x)
+            return torch.mul(x, QUICK_GELU_ALPHA, out=out).sigmoid_().mul_(x)
         if self.name == "gelu":
-            return F.gelu(x)
-        return F.relu(x).square_()
+            return torch.ops.aten.gelu.out(x, out=out)
+        return torch.clamp(x, min=0, out=out).square_()
 
     def _phi_backward(self, grad: Tensor, x: Tensor, out: Tensor) -> None:
         """Write grad * phi'(x) to out; all [M, F]."""

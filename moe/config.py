@@ -10,6 +10,7 @@ from moe.activations import Activation, ActivationName
 from moe.backends import check_backend, check_width
 from moe.presets import preset_fields
 from moe.quantization.recipes import FP4_RECIPES, FP8_RECIPES, RECIPES, QuantizationRecipe
+from moe.quantization.stored import FirstGemm
 from router.config import RouterConfig, check_choice, check_positive
 
 MAX_MARGIN = 8  # powers of two; with more, most values of E4M3 would round to 0
@@ -35,6 +36,7 @@ class ExpertsConfig:
     moe_shared_expert_gate: bool = False  # the shared expert's output times sigmoid(x @ gate_weight^T)
     moe_latent_size: int | None = None  # experts work on tokens projected to this width; None: on H itself
     moe_layer_recompute: bool = False  # recompute dispatch, experts and combine in backward; the router runs once
+    moe_recompute: Literal["activation", "mlp"] | None = None  # what experts compute again in backward: docs/memory.md
 
     def __post_init__(self) -> None:
         """Check what the fields alone can tell."""
@@ -48,6 +50,11 @@ class ExpertsConfig:
                     f"{name} (True) {does} the shared expert, but moe_shared_expert_intermediate_size (None) says there"
                     " is none; set the size or leave it off."
                 )
+        check_choice(self, "moe_recompute", (None, "activation", "mlp"))
+        if self.moe_recompute is not None and self.moe_layer_recompute:
+            raise ValueError(
+                f"moe_recompute ({self.moe_recompute!r}) is part of moe_layer_recompute (True); leave one out."
+            )
         _ = self.activation
 
     @property
@@ -188,6 +195,10 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
         DispatcherConfig.__post_init__(self)
         ExpertsConfig.__post_init__(self)
         QuantizationConfig.__post_init__(self)
+        if self.moe_recompute == "mlp" and self.activation_func_fp8_input_store:
+            raise ValueError(
+                "activation_func_fp8_input_store (True) keeps what moe_recompute ('mlp') computes again; leave one out."
+            )
         if self.quantization is not None:
             self._check_quantized_sizes(self.quantization)
         if self.moe_deterministic and self.moe_expert_backend != "reference":
@@ -214,6 +225,13 @@ class MoEConfig(RouterConfig, DispatcherConfig, ExpertsConfig, QuantizationConfi
                 f"moe_deterministic (True) is not available with quantized experts ({self.quantization_name!r}): it"
                 " promises results that do not depend on how rows are cut into tiles, and scales do; leave one out."
             )
+
+    @property
+    def first_gemm(self) -> FirstGemm:
+        """What happens to the first GEMM's output between forward and backward."""
+        if self.moe_recompute == "mlp":
+            return "recompute"
+        return "fp8" if self.activation_func_fp8_input_store else "keep"
 
     @property
     def has_static_shapes(self) -> bool:

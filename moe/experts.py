@@ -12,8 +12,10 @@ from dispatchers.base import DETERMINISTIC_ROWS, ExpertInput
 from dispatchers.collectives import group_of_one
 from moe.backends import build_backend, check_width
 from moe.config import MoEConfig
-from moe.expert_function import DeferredGradients, ExpertWeights, Slots
+from moe.deferred_gradients import DeferredGradients
 from moe.expert_linear import ExpertLinear, QuantizedExpertLinear
+from moe.expert_loop import Slots
+from moe.expert_weights import ExpertWeights
 from moe.parallel import ProcessGroups, local_box, local_tensor, mesh_names, shard_expert_parameter
 from moe.quantization.delayed import DelayedScaling
 from moe.quantization.formats import E4M3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,13 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.common import recipe as te_recipes
 
 from moe.config import MoEConfig
-from moe.expert_function import DeferredGradients, ExpertWeights, Slots
+from moe.deferred_gradients import DeferredGradients
+from moe.expert_loop import Slots
+from moe.expert_weights import ExpertWeights
 from moe.parallel import local_tensor
 from moe.quantization.grouped_gemm import FC1, FC2
 from moe.slots import add_slots, attached_zeros, gather_slots, weighted_activation
@@ -86,7 +90,9 @@ class TransformerEngineExperts:
             ValueError: a weight of linear_fc1 that is frozen while its bias is not.
 
         Saved for backward: the slots' rows [M, H] and the second linear's input [M, F], both quantized under a recipe;
-        the first linear's output [M, G, F], probs [M], row_ids [M]. No host sync.
+        the first linear's output [M, G, F], probs [M], row_ids [M]. With moe_recompute "activation" not the second
+        linear's input, for which the second product runs again too; with "mlp" tokens, probs and row_ids alone, and
+        both run again. No host sync.
         """
         fc1_bias = weights.fc1_bias
         if fc1_bias is not None and fc1_bias.requires_grad and not weights.fc1.requires_grad:
@@ -96,15 +102,41 @@ class TransformerEngineExperts:
             )
         if tokens.shape[0] == 0 or sum(slots.counts) == 0:
             return attached_zeros(tokens, probs, weights)
-        # One region per call: with delayed scales a linear may run once in each.
-        region = nullcontext() if self.recipe is None else te.autocast(enabled=True, recipe=self.recipe)
-        with no_autocast(tokens.device), region:
-            x = gather_slots(tokens, slots)  # [R, H] -> [M, H]
-            first = self._multiply(FC1, x, slots.counts, weights.fc1, fc1_bias)  # [M, G * F]
-            first = first.unflatten(1, weights.fc1.shape[1:3])  # [M, G, F]
-            hidden = weighted_activation(first, probs, self.config.activation)  # [M, F]
-            y = self._multiply(FC2, hidden, slots.counts, weights.fc2, None)  # [M, H]
+        again = self.config.moe_recompute
+        arguments = tokens, probs, slots, weights, again == "activation"
+        y = self._run(self._both, again == "mlp", *arguments)  # [M, H]
+        with no_autocast(tokens.device):
             return add_slots(y, probs, weights.fc2_bias, slots, tokens.shape[0])  # [M, H] -> [R, H]
+
+    def _run(self, function: Callable[..., Tensor], recomputes: bool, *args: Any) -> Tensor:
+        """Run the function in a region; recomputes: keep its arguments alone until backward, and run it again then."""
+        return (
+            checkpoint(self._in_region, function, *args, use_reentrant=False)
+            if recomputes
+            else self._in_region(function, *args)
+        )
+
+    def _in_region(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Run the function under the recipe. With delayed scales a linear may run once in each region."""
+        region = nullcontext() if self.recipe is None else te.autocast(enabled=True, recipe=self.recipe)
+        with no_autocast(args[0].device), region:
+            return function(*args)
+
+    def _both(
+        self, tokens: Tensor, probs: Tensor, slots: Slots, weights: ExpertWeights, recomputes_activation: bool
+    ) -> Tensor:
+        """Both products and what lies before and between them: tokens [R, H], probs [M] -> [M, H]."""
+        x = gather_slots(tokens, slots)  # [R, H] -> [M, H]
+        first = self._multiply(FC1, x, slots.counts, weights.fc1, weights.fc1_bias)  # [M, G * F]
+        first = first.unflatten(1, weights.fc1.shape[1:3])  # [M, G, F]
+        if recomputes_activation:
+            return self._run(self._second, True, first, probs, slots, weights)  # [M, H]
+        return self._second(first, probs, slots, weights)
+
+    def _second(self, first: Tensor, probs: Tensor, slots: Slots, weights: ExpertWeights) -> Tensor:
+        """Activation and second product: first [M, G, F], probs [M] -> [M, H]."""
+        hidden = weighted_activation(first, probs, self.config.activation)  # [M, F]
+        return self._multiply(FC2, hidden, slots.counts, weights.fc2, None)
 
     def _multiply(self, index: int, x: Tensor, counts: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return each slot's row times its expert's weight, plus its bias.
@@ -142,10 +174,12 @@ def _check_settings(config: MoEConfig) -> None:
             f"params_dtype ({config.params_dtype}) must be one of {DTYPES} for moe_expert_backend 'te'; or use"
             " 'reference'."
         )
-    if config.moe_layer_recompute and config.quantization_name == "delayed":
+    recomputes = [name for name in ("moe_layer_recompute", "moe_recompute") if getattr(config, name)]
+    if recomputes and config.quantization_name == "delayed":
         raise ValueError(
-            "moe_layer_recompute (True) is not available with fp8_recipe 'delayed' and moe_expert_backend 'te': the"
-            " second forward would find other scales than the first; leave one out, or use 'reference'."
+            f"{recomputes[0]} ({getattr(config, recomputes[0])!r}) is not available with fp8_recipe 'delayed' and"
+            " moe_expert_backend 'te': the second forward would find other scales than the first; leave one out, or use"
+            " 'reference'."
         )
 
 

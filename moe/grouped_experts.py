@@ -9,7 +9,10 @@ from torch import Tensor
 
 from moe.backends import ExpertsBackend, check_torch_widths
 from moe.config import MoEConfig
-from moe.expert_function import DeferredGradients, ExpertWeights, Slots, expert_mlp, gemm_dtype
+from moe.deferred_gradients import DeferredGradients
+from moe.expert_function import expert_mlp
+from moe.expert_loop import Slots, gemm_dtype
+from moe.expert_weights import ExpertWeights
 from moe.grouped_function import grouped_expert_mlp
 from moe.quantization.grouped_gemm import GroupedGemm, ReferenceGemm
 from moe.quantization.torch_gemm import GroupedMM, ScaledGroupedMM
@@ -22,7 +25,7 @@ class LoopExperts:
     """One expert after the other by torch.mm, in `gemm_dtype`: any device, dtype and size."""
 
     def __init__(self, config: MoEConfig) -> None:
-        self.activation, self.stores_fp8 = config.activation, config.activation_func_fp8_input_store
+        self.activation, self.first_gemm = config.activation, config.first_gemm
 
     def __call__(
         self,
@@ -33,7 +36,7 @@ class LoopExperts:
         deferred: DeferredGradients | None,
     ) -> Tensor:
         """See ExpertsBackend."""
-        return expert_mlp(tokens, probs, slots, self.activation, weights, deferred, stores_fp8=self.stores_fp8)
+        return expert_mlp(tokens, probs, slots, self.activation, weights, deferred, first_gemm=self.first_gemm)
 
     def describe(self, weight: Tensor) -> str:
         """See ExpertsBackend."""
@@ -68,7 +71,7 @@ class GroupedExperts:
             weights,
             self.gemm(tokens, slots.counts),
             self.experts.operands,
-            stores_fp8=self.config.activation_func_fp8_input_store,
+            first_gemm=self.config.first_gemm,
         )
 
     def gemm(self, tokens: Tensor, counts: tuple[int, ...]) -> GroupedGemm:

@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from dispatchers.permutation import sum_dtype
 from moe.activations import Activation
-from moe.expert_function import ExpertWeights, Slots
+from moe.expert_loop import Slots, add_per_expert, dot_per_expert, sum_per_expert
+from moe.expert_weights import ExpertWeights
 from moe.parallel import gradient_dtype
 from moe.quantization.grouped_gemm import FC1, FC2, GroupedGemm
-from moe.quantization.stored import load_activation, store_activation
+from moe.quantization.stored import FirstGemm, load_activation, store_activation
 from moe.quantization.weights import WeightOperands
 from router.gating import no_autocast
 
@@ -33,7 +34,7 @@ def grouped_expert_mlp(
     gemm: GroupedGemm,
     operands: WeightOperands,
     *,
-    stores_fp8: bool = False,
+    first_gemm: FirstGemm = "keep",
 ) -> Tensor:
     """Return for each row the sum over its slots of fc2(prob * activation(fc1(row))) + prob * fc2_bias.
 
@@ -45,7 +46,7 @@ def grouped_expert_mlp(
         weights: what the experts are.
         gemm: the backend, for these counts.
         operands: the weights in the form that gemm multiplies.
-        stores_fp8: keep the first GEMM's output in FP8 until backward.
+        first_gemm: what happens to the first GEMM's output until backward: see `expert_mlp`.
 
     Returns:
         [R, H] in the dtype of tokens; rows that no slot reads are 0.
@@ -62,7 +63,7 @@ def grouped_expert_mlp(
             activation,
             gemm,
             operands,
-            stores_fp8,
+            first_gemm,
         )
 
 
@@ -80,23 +81,21 @@ class _GroupedExpertMLP(torch.autograd.Function):
         activation: Activation,
         gemm: GroupedGemm,
         operands: WeightOperands,
-        stores_fp8: bool,
+        first_gemm: FirstGemm,
     ) -> Tensor:
         rows = Rows(slots, tokens.shape[0])
         x = rows.gather(tokens)  # [R, H] -> [M, H]
         keeps = gemm.saved_bits is not None and x.numel() * gemm.saved_bits < tokens.numel() * tokens.itemsize * 8
+        keeps = keeps and first_gemm != "recompute"  # which reads the rows again
         by_rows, kept_columns = gemm.both(x, FC1, "input") if keeps else (gemm.by_rows(x, FC1, "input"), None)
-        first = gemm.multiply(by_rows, operands.get(gemm, fc1_weight.flatten(1, 2), FC1, is_transposed=False))
-        first = first.to(tokens.dtype).view(-1, *fc1_weight.shape[1:3])  # [M, G, F]
-        if fc1_bias is not None:
-            add_per_expert(first, fc1_bias, slots.counts)
+        first = _first_product(gemm, by_rows, operands, fc1_weight, fc1_bias, slots.counts, tokens.dtype)  # [M, G, F]
         hidden = weigh_activation(activation, first, probs, tokens.dtype)  # [M, F]
         fc2 = operands.get(gemm, fc2_weight, FC2, is_transposed=False)
         y = gemm.multiply(gemm.by_rows(hidden, FC2, "input"), fc2).to(sum_dtype(tokens.dtype))  # [M, H]
         if fc2_bias is not None:
             add_per_expert(y, fc2_bias, slots.counts, probs)
         out = rows.add(y)  # [M, H] -> [R, H]
-        stored = store_activation(first, stores_fp8)
+        stored = store_activation(None if first_gemm == "recompute" else first, first_gemm)
         x_tensors = (tokens,) if kept_columns is None else kept_columns.tensors
         ctx.save_for_backward(
             slots.row_ids, probs, fc1_weight, fc2_weight, fc1_bias, fc2_bias, *stored.tensors, *x_tensors
@@ -124,7 +123,11 @@ class _GroupedExpertMLP(torch.autograd.Function):
         dy_rows, dy_columns = gemm.both(dy, FC2, "gradient")
         fc2 = ctx.operands.get(gemm, fc2_weight, FC2, is_transposed=True)
         dh = gemm.multiply(dy_rows, fc2).to(sum_dtype(ctx.dtype))  # [M, F]
-        first = load_activation(ctx.stored.with_tensors(*stored), ctx.dtype).to(sum_dtype(ctx.dtype))  # [M, G, F]
+        first = load_activation(ctx.stored.with_tensors(*stored), ctx.dtype)  # [M, G, F]
+        if first is None:
+            by_rows = gemm.by_rows(rows.gather(x_tensors[0]), FC1, "input")
+            first = _first_product(gemm, by_rows, ctx.operands, fc1_weight, fc1_bias, slots.counts, ctx.dtype)
+        first = first.to(sum_dtype(ctx.dtype))
         dfirst = torch.empty_like(first)
         weights = probs.to(first.dtype)
         hidden, dp = ctx.activation.forward_backward(first, dh, weights, dfirst)  # [M, F], [M]
@@ -190,34 +193,26 @@ def weigh_activation(activation: Activation, first: Tensor, probs: Tensor, dtype
     return activation.forward(first.to(wide)).mul_(probs.to(wide).unsqueeze(-1)).to(dtype)
 
 
+def _first_product(
+    gemm: GroupedGemm,
+    rows: Any,
+    operands: WeightOperands,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the first GEMM's output [M, G, F] in dtype for rows in the form that gemm multiplies."""
+    first = gemm.multiply(rows, operands.get(gemm, weight.flatten(1, 2), FC1, is_transposed=False))
+    first = first.to(dtype).view(-1, *weight.shape[1:3])
+    if bias is not None:
+        add_per_expert(first, bias, counts)
+    return first
+
+
 def _empty_gradients(parameters: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
     """Return memory for the gradients that are needed, contiguous."""
     return [
         torch.empty(p.shape, dtype=gradient_dtype(p), device=p.device) if p is not None and need else None
         for p, need in zip(parameters, needs, strict=True)
     ]
-
-
-def add_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> None:
-    """Add each expert's bias, times the prob of the slot, to the values [M, ...] of its slots."""
-    for bias, part, p in zip(biases, values.split(counts), _parts_of(probs, counts), strict=True):
-        if p is None:
-            part += bias
-        else:
-            part.addcmul_(p.to(part.dtype).unsqueeze(-1), bias.to(part.dtype))
-
-
-def _parts_of(probs: Tensor | None, counts: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-    """Return each expert's probs, or None for each."""
-    return (None,) * len(counts) if probs is None else probs.split(counts)
-
-
-def sum_per_expert(values: Tensor, counts: tuple[int, ...], out: Tensor) -> None:
-    """Write the sum of each expert's values [M, ...] to out [L, ...]."""
-    for expert, part in enumerate(values.split(counts)):
-        out[expert] = part.sum(0)
-
-
-def dot_per_expert(values: Tensor, biases: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Return each slot's values [M, H] times its expert's bias: [M]."""
-    return torch.cat([part @ bias.to(part.dtype) for bias, part in zip(biases, values.split(counts), strict=True)])

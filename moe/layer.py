@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dispatchers.base import ExpertInput
 from moe.config import MoEConfig
 from moe.dispatching import build_dispatcher
-from moe.expert_function import gemm_dtype
+from moe.expert_loop import gemm_dtype
 from moe.experts import GroupedMLP
 from moe.parallel import ProcessGroups
 from moe.shared_experts import SharedExpertMLP
@@ -160,6 +160,14 @@ class MoELayer(nn.Module):
         where = "the routing map, else slots" if config.moe_router_padding_for_quantization else "slots"
         return f"to {config.pad_multiple} ({config.quantization_name or config.fp8_recipe}), {where}"
 
+    @property
+    def _recomputes(self) -> str:
+        """What backward computes again."""
+        if self.config.moe_layer_recompute:
+            return "dispatch, experts, combine"
+        of_experts = {"activation": "the experts' activation", "mlp": "the experts' first GEMM and activation"}
+        return "off" if self.config.moe_recompute is None else of_experts[self.config.moe_recompute]
+
     def describe(self) -> str:
         """Return what this layer is made of and which choices are in use, one line a stage."""
         config = self.config
@@ -178,7 +186,7 @@ class MoELayer(nn.Module):
             f"  latent      {config.moe_latent_size or 'off'}",
             f"  zero        {'none' if self.zero_experts is None else self.zero_experts.extra_repr()}",
             f"  shared      {'none' if shared is None else f'width {shared}, gate {config.moe_shared_expert_gate}'}",
-            f"  recompute   {'dispatch, experts, combine' if config.moe_layer_recompute else 'off'}",
+            f"  recompute   {self._recomputes}",
         ]
         return "\n".join(lines)
 

@@ -6,9 +6,9 @@
 
 Everything is computed by formula (docs/memory.md): no GPU, no torch.distributed, no model is built. All flags of the
 model are those of TransformerConfig. TP > 1 means sequence parallelism too; CP is 1. A factoring is listed with the
-least recomputation that fits: none, layer (--moe-layer-recompute) or block (`recompute` around each block). The
-estimate counts what differs between layouts alone: bytes sent, over the given speeds, and what is computed again;
-nothing overlaps. Use it to choose what to measure, not instead of measuring.
+least recomputation that fits: none, mlp (--moe-recompute mlp), layer (--moe-layer-recompute) or block (`recompute`
+around each block). The estimate counts what differs between layouts alone: bytes sent, over the given speeds, and what
+is computed again; nothing overlaps. Use it to choose what to measure, not instead of measuring.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def plan(
     """Return every layout of the machine's ranks, each with the first mode of recomputation that fits.
 
     Args:
-        config: the model. With moe_layer_recompute its MoE layers are recomputed in every layout.
+        config: the model. With moe_layer_recompute or moe_recompute its MoE layers recompute in every layout.
         machine: what it shall run on.
         batch: of a rank; its num_microbatches follows from the global batch.
         global_batch_size: sequences of a step over all ranks; None: micro_batch_size for each rank of the machine, so
@@ -146,7 +146,7 @@ def plan(
     refused: dict[str, None] = {}
     total = global_batch_size or batch.micro_batch_size * machine.world_size
     each = {"optimizer_bytes_per_parameter": optimizer_bytes_per_parameter}
-    modes: tuple[Recompute, ...] = ("layer",) if config.moe_layer_recompute else RECOMPUTE_MODES
+    modes = _modes(config)
     for layout in layouts(machine.world_size, sizes or {}):
         found = faults(config, layout, batch)
         share = batch.micro_batch_size * layout.dp
@@ -189,6 +189,13 @@ def layouts(world_size: int, sizes: dict[str, int]) -> Iterator[Layout]:
                         yield layout
 
 
+def _modes(config: TransformerConfig) -> tuple[Recompute, ...]:
+    """Return the ways to recompute that go with what the config asks for, the least first."""
+    if config.moe_layer_recompute:
+        return ("layer",)
+    return ("mlp", "block") if config.moe_recompute == "mlp" else RECOMPUTE_MODES
+
+
 def judge(
     config: TransformerConfig,
     machine: Machine,
@@ -226,9 +233,12 @@ def recomputed_operations(config: TransformerConfig, layout: Layout, batch: Batc
         if is_moe:
             load = expert_load(block, layout, replace(batch, imbalance=1.0))
             ffn = block.moe_ffn_hidden_size // layout.etp
+            if recompute == "mlp":
+                products = block.activation.num_inputs
             values += load.slots * products * ffn * block.expert_hidden_size
+        if is_moe and recompute != "mlp":
             values += tokens * products * (block.moe_shared_expert_intermediate_size or 0) * hidden
-        elif recompute == "block":
+        elif not is_moe and recompute == "block":
             values += tokens * products * dense_width(block) * hidden
         if recompute == "block":
             width = block.num_attention_heads * block.head_size
@@ -323,7 +333,7 @@ def flags_of(candidate: Candidate) -> str:
     sizes = {name: getattr(layout, key) for key, name in FIXED.items() if getattr(layout, key) > 1}
     flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
     flags += ["--sequence-parallel"] if layout.tp > 1 else []
-    flags += ["--moe-layer-recompute"] if candidate.recompute == "layer" else []
+    flags += {"mlp": ["--moe-recompute", "mlp"], "layer": ["--moe-layer-recompute"]}.get(candidate.recompute, [])
     flags += ["--use-torch-fsdp2"] if layout.fsdp else []
     in_code = "; in code: recompute(block, hidden_states)" if candidate.recompute == "block" else ""
     return " ".join(flags or ["none"]) + in_code

@@ -6,20 +6,21 @@ key heads of this rank. Norms, attention and logsigmoid save different things on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from dispatchers.permutation import sum_dtype
 from moe.config import TransformerConfig
-from moe.expert_function import gemm_dtype
+from moe.expert_loop import gemm_dtype
 from moe.layout import Batch, Layout, Load, block_kinds, expert_load
 from moe.quantization.stored import STORED_BLOCK
 from router.config import ROUTER_DTYPES
 from router.fused import FEWEST_BYTES
 
-Recompute = Literal["none", "layer", "block"]
-RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "layer", "block")
+Recompute = Literal["none", "mlp", "layer", "block"]
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "mlp", "layer", "block")
 INDEX_BYTES = 8  # int64
 SCALE_BYTES = {"fp32": 4, "pow2": 4, "e8m0": 1, "e4m3": 1}
 CUDA = torch.device("cuda")
@@ -39,8 +40,8 @@ def saved_bytes(
         config: the model.
         layout: the ranks.
         batch: what a rank computes.
-        recompute: "none"; "layer": moe_layer_recompute, dispatch, experts and combine run again in backward; "block":
-            `router.recompute` around every block.
+        recompute: "none"; "mlp": moe_recompute="mlp", the experts' first product is made again in backward; "layer":
+            moe_layer_recompute, dispatch, experts and combine are; "block": `router.recompute` around every block.
         device: whose kernels; "cpu" or "cuda".
     """
     tokens, hidden = batch.tokens(layout), config.hidden_size
@@ -51,7 +52,8 @@ def saved_bytes(
             kept += tokens * config.moe_router_topk * INDEX_BYTES if is_moe else 0  # the routing
         else:
             load = expert_load(block, layout, batch) if is_moe else None
-            kept = _block_bytes(block, layout, batch, load, device, keeps_experts=recompute == "none")
+            block = _recomputing_mlp(block) if recompute == "mlp" else block
+            kept = _block_bytes(block, layout, batch, load, device, keeps_experts=recompute != "layer")
         total += number * kept
     return total
 
@@ -70,9 +72,16 @@ def recomputed_bytes(
         load = expert_load(block, layout, batch) if is_moe else None
         if recompute == "block":
             largest = max(largest, _block_bytes(block, layout, batch, load, CUDA, keeps_experts=True))
+        elif load is not None and recompute == "mlp":
+            largest = max(largest, _first_bytes(replace(block, moe_recompute=None), layout, load))
         elif load is not None:
             largest = max(largest, _expert_path_bytes(block, layout, batch, load, CUDA))
     return largest
+
+
+def _recomputing_mlp(config: TransformerConfig) -> TransformerConfig:
+    """Return the same with the first product of experts made again in backward."""
+    return replace(config, moe_recompute="mlp", activation_func_fp8_input_store=False)
 
 
 def dense_width(config: TransformerConfig) -> int:
@@ -207,13 +216,20 @@ def _experts_bytes(config: TransformerConfig, layout: Layout, load: Load) -> flo
     value_bytes, hidden = config.params_dtype.itemsize, config.expert_hidden_size
     rows = load.rows * hidden * value_bytes if layout.tp_ep > 1 else 0.0  # one rank: the layer's own input
     recipe = config.quantization
-    if recipe is not None and config.fp8_wgrad:
+    if recipe is not None and config.fp8_wgrad and config.first_gemm != "recompute":
         codes = load.slots * hidden * recipe.bits / 8
         if codes < load.rows * hidden * value_bytes:
             per_scale = recipe.block.cols
             scales = codes * 8 / recipe.bits / per_scale * SCALE_BYTES[recipe.scale_format] if per_scale else 0.0
             rows = codes + scales
+    return rows + _first_bytes(config, layout, load)
+
+
+def _first_bytes(config: TransformerConfig, layout: Layout, load: Load) -> float:
+    """Return the bytes of the first product's output, which the activation reads."""
     width = config.activation.num_inputs * config.moe_ffn_hidden_size // layout.etp
-    if config.activation_func_fp8_input_store:
-        return rows + load.slots * (width + 4 * (width // STORED_BLOCK if width % STORED_BLOCK == 0 else 1))
-    return rows + load.slots * width * value_bytes
+    if config.first_gemm == "recompute":
+        return 0.0
+    if config.first_gemm == "fp8":
+        return load.slots * (width + 4 * (width // STORED_BLOCK if width % STORED_BLOCK == 0 else 1))
+    return load.slots * width * config.params_dtype.itemsize

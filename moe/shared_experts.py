@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.expert_function import ExpertWeights, Slots, expert_mlp
+from moe.expert_function import expert_mlp
+from moe.expert_loop import Slots
+from moe.expert_weights import ExpertWeights
 from moe.parallel import ProcessGroups
 from router.gating import no_autocast
 

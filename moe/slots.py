@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from dispatchers.permutation import sum_dtype
 from moe.activations import Activation
-from moe.expert_function import ExpertWeights, Slots
-from moe.grouped_function import Rows, add_per_expert, dot_per_expert, sum_per_expert, weigh_activation
+from moe.expert_loop import Slots, add_per_expert, dot_per_expert, sum_per_expert
+from moe.expert_weights import ExpertWeights
+from moe.grouped_function import Rows, weigh_activation
 
 
 def gather_slots(tokens: Tensor, slots: Slots) -> Tensor:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import expert_function
+from moe import expert_loop
 from moe.activations import Activation
-from moe.expert_function import DeferredGradients, ExpertWeights, Slots, expert_mlp, gemm_dtype
+from moe.deferred_gradients import DeferredGradients
+from moe.expert_function import expert_mlp
+from moe.expert_loop import Slots, gemm_dtype
+from moe.expert_weights import ExpertWeights
 from tests import reference
 from tests.tolerances import assert_close
 
@@ -22,6 +25,12 @@ ACTIVATIONS = {
     "squared_relu": Activation(name="squared_relu", gated=False),
     "gpt_oss": Activation(name="quick_gelu", clamp=7.0, offset=1.0),
 }
+
+
+@pytest.fixture(autouse=True, params=[1024, 15, 1], ids="{}-rows".format)
+def _chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute all experts together, two or three, and each by itself."""
+    monkeypatch.setitem(expert_loop.CHUNK_ROWS, "cpu", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +202,7 @@ def test_multiplying_in_fp32_is_at_least_as_close(dtype: torch.dtype, monkeypatc
         case = make(activation, dtype, random_map(5 * ROWS), biases=True)
         exact = expected(case)
         for mode in errors:
-            monkeypatch.setattr(expert_function, "gemm_dtype", lambda dtype, device, mode=mode: mode)
+            monkeypatch.setattr(expert_loop, "gemm_dtype", lambda dtype, device, mode=mode: mode)
             results = run(case)
             check(case, results)
             errors[mode] += sum(((results[n].double() - exact[n]).norm() / exact[n].norm()).item() for n in exact)

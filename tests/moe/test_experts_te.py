@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dispatchers.base import ExpertInput
 from moe.activations import Activation
 from moe.config import MoEConfig
-from moe.expert_function import Slots
+from moe.expert_loop import Slots
 from moe.experts import GroupedMLP
 from moe.quantization.recipes import RECIPES
 from moe.quantization.weights import keep_quantized_weights
@@ -442,6 +442,33 @@ def test_each_recipe_is_entered_once_per_forward(name: str) -> None:
     assert "transformer_engine.pytorch.GroupedLinear" in repr(experts)
 
 
+@pytest.mark.parametrize(("again", "num_products"), [("activation", 3), ("mlp", 4)])
+@pytest.mark.parametrize("name", [None, *(name for name in QUANTIZED if name != "delayed")])
+def test_recomputation_saves_less_and_changes_nothing(name: str | None, again: str, num_products: int) -> None:
+    results, saved = [], []
+    for fields in ({}, {"moe_recompute": again}):
+        State.calls.clear()
+        experts, expert_input = (build(**fields), draw()) if name is None else quantized(name, **fields)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = experts(expert_input)
+        saved.append(sum(sizes.values()))
+        parameters = list(experts.parameters())
+        leaves = [expert_input.tokens, expert_input.probs, *parameters]
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad_of(output))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert saved[1] < saved[0]
+    assert len(State.calls) == num_products
+    assert len({id(call["recipe"]) for call in State.calls}) == 1
+    assert (State.calls[0]["recipe"] is None) == (name is None)
+
+
 def test_no_region_without_quantization() -> None:
     run(build(), draw())
     assert [call["recipe"] for call in State.calls] == [None, None]
@@ -490,6 +517,10 @@ def test_kept_weights_must_not_change() -> None:
         (
             {"moe_layer_recompute": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
             r"moe_layer_recompute \(True\) is not available with fp8_recipe 'delayed'",
+        ),
+        (
+            {"moe_recompute": "mlp", "fp8": "hybrid", "fp8_recipe": "delayed"},
+            r"moe_recompute \('mlp'\) is not available with fp8_recipe 'delayed'",
         ),
         ({"fp8": "hybrid", "hidden_size": 24}, r"hidden_size \(24\) must be divisible by 16 for recipe 'delayed'"),
         (

@@ -101,10 +101,11 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("padding", [{}, PADDED], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("option", ["moe_router_fusion", "moe_layer_recompute"])
+@pytest.mark.parametrize("option", ["moe_router_fusion", "moe_layer_recompute", "moe_recompute"])
 def test_fusion_and_recompute_change_no_bit(option: str, dtype: torch.dtype, padding: dict) -> None:
     fields = {"params_dtype": dtype, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, **padding}
-    off, on = (run(build(**fields, **{option: value}), draw(8, dtype)) for value in (False, True))
+    on_value = "mlp" if option == "moe_recompute" else True
+    off, on = (run(build(**fields, **given), draw(8, dtype)) for given in ({}, {option: on_value}))
     for name in off:
         if option == "moe_router_fusion" and name in ("router.weight", "hidden_states"):
             assert_close(on[name], off[name], what=name)  # the fused backward has its own order of roundings
@@ -341,6 +342,7 @@ def test_two_micro_batches_in_flight_equal_separate_ones(recompute: bool) -> Non
         ({"params_dtype": torch.float64}, ["parameters torch.float64, GEMMs torch.float64 by torch.mm"]),
         ({"moe_shared_expert_intermediate_size": 9}, ["shared      width 9, gate False"]),
         ({"moe_latent_size": 5, "moe_layer_recompute": True}, ["latent      5", "dispatch, experts, combine"]),
+        ({"moe_recompute": "mlp"}, ["recompute   the experts' first GEMM"]),
         ({"activation_func": "quick_gelu"}, ["name='quick_gelu'", "alltoall, ep=1, etp=1"]),
     ],
 )

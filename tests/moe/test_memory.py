@@ -178,7 +178,8 @@ def measured_bytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
 def saved_by(config: TransformerConfig, batch: Batch, mode: str, groups: ProcessGroups | None = None) -> int:
     """Return what a forward of the model really saves."""
     torch.manual_seed(5)
-    model = MoEGPT(replace(config, moe_layer_recompute=mode == "layer"), groups)
+    again = {"mlp": {"moe_recompute": "mlp"}, "layer": {"moe_layer_recompute": True}}.get(mode, {})
+    model = MoEGPT(replace(config, **again), groups)
     if mode == "block":
         model.layers = nn.ModuleList(Recomputed(block) for block in model.layers)
     tokens = torch.randint(config.vocab_size, (batch.micro_batch_size, batch.seq_length))
@@ -209,6 +210,9 @@ CASES: list[tuple[str, dict[str, Any], str, tuple[int, int]]] = [
     ("sigmoid, fused", {**SIGMOID, **AUX, "num_moe_experts": 64, "moe_router_fusion": True}, "none", (24, 2)),
     ("sqrtsoftplus", {"moe_router_score_function": "sqrtsoftplus", "num_moe_experts": 64, **AUX}, "none", (24, 2)),
     ("pre-softmax", {"moe_router_pre_softmax": True, "num_moe_experts": 64, **AUX}, "none", (24, 2)),
+    ("mlp", {**MIXED, **BF16}, "mlp", (24, 2)),
+    ("mlp, from the config", {**BF16, "moe_recompute": "mlp"}, "none", (24, 2)),
+    ("mlp, mxfp8", {**FP8, **BF16, **ONE, "hidden_size": 96, "fp8_recipe": "mxfp8"}, "mlp", (256, 2)),
     ("layer", {**MIXED, **BF16}, "layer", (24, 2)),
     ("layer, top-8", {**ALL, "moe_ffn_hidden_size": 160}, "layer", (24, 2)),
     ("block", {**MIXED, **BF16}, "block", (24, 2)),

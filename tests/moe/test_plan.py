@@ -75,8 +75,8 @@ def test_all_of_a_list_fit_and_come_in_the_order_of_the_estimate() -> None:
 def test_the_least_recomputation_that_fits_is_taken() -> None:
     layout, batch = Layout(world_size=16, ep=8), replace(BATCH, micro_batch_size=4)
     sizes = {"tp": 1, "ep": 8, "etp": 1, "fsdp": False}
-    needs = {mode: memory_of(CONFIG, layout, batch, mode).total / GIB for mode in ("none", "layer", "block")}
-    assert needs["none"] > needs["layer"] > needs["block"]
+    needs = {mode: memory_of(CONFIG, layout, batch, mode).total / GIB for mode in ("none", "mlp", "layer", "block")}
+    assert needs["none"] > needs["mlp"] > needs["layer"] > needs["block"]
     for mode, memory_gib in needs.items():
         machine = replace(MACHINE, memory_gib=memory_gib + 2.01)
         (candidate,) = plan(CONFIG, machine, batch, sizes=sizes).fitting
@@ -88,6 +88,8 @@ def test_the_least_recomputation_that_fits_is_taken() -> None:
     assert candidate.reason.startswith("out of memory by 0.5 GiB; largest: ")
     (candidate,) = plan(replace(CONFIG, moe_layer_recompute=True), MACHINE, BATCH, sizes=sizes).fitting
     assert candidate.recompute == "layer"
+    (candidate,) = plan(replace(CONFIG, moe_recompute="mlp"), MACHINE, BATCH, sizes=sizes).fitting
+    assert candidate.recompute == "mlp"
 
 
 def test_a_layout_says_where_it_communicates_and_what_all_tokens_on_one_rank_would_do() -> None:
@@ -112,6 +114,7 @@ def test_the_estimate_is_bytes_over_speed() -> None:
     # Two products of F and one back, of 2 * 4096 slots, in 8 blocks; a multiplication and an addition each.
     operations = 2 * 8 * 2 * 4096 * 3 * 2816 * 1024
     assert recomputed_operations(CONFIG, layout, BATCH, "layer") == operations
+    assert recomputed_operations(CONFIG, layout, BATCH, "mlp") == operations * 2 / 3
     more = 2 * 8 * 4096 * (4 * 1024 * 1024 + 4096 * 1024)
     assert recomputed_operations(CONFIG, layout, BATCH, "block") == operations + more
     assert again.recompute_seconds == pytest.approx(operations / 400e12)
@@ -145,6 +148,7 @@ def test_flags_of_a_layout() -> None:
         " --use-torch-fsdp2; in code: recompute(block, hidden_states)"
     )
     assert flags_of(judge(CONFIG, MACHINE, Layout(world_size=16), BATCH, "layer")) == "--moe-layer-recompute"
+    assert flags_of(judge(CONFIG, MACHINE, Layout(world_size=16), BATCH, "mlp")) == "--moe-recompute mlp"
     assert flags_of(judge(CONFIG, MACHINE, Layout(world_size=16), BATCH, "none")) == "none"
 
 
