@@ -41,8 +41,8 @@ def measure_peak_bytes(function: Callable[[], object]) -> int | None:
     Included is all memory that the process touched anew and did not hold before, at the moment when most of it was
     there: activations, temporary buffers, the gradients that the call leaves, scratch memory of the math libraries at
     its first use. Not included is what lay ready before: weights, input, output gradient. Freed memory that the
-    allocator or this library kept is handed back to the system first, so that the call pays for it again. Pages count, not bytes: 4 KiB
-    each, 2 MiB in huge pages. Run the function once before, so that it is warm.
+    allocator or this library kept is handed back to the system first, so that the call pays for it again. Pages count,
+    not bytes: 4 KiB each, 2 MiB in huge pages. Run the function once before, so that it is warm.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATUS.exists() else None
     if trim is None:
