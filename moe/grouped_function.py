@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
 from moe.activations import Activation
 from moe.expert_loop import Slots, add_per_expert, dot_per_expert, sum_per_expert
@@ -128,9 +129,10 @@ class _GroupedExpertMLP(torch.autograd.Function):
             by_rows = gemm.by_rows(rows.gather(x_tensors[0]), FC1, "input")
             first = _first_product(gemm, by_rows, ctx.operands, fc1_weight, fc1_bias, slots.counts, ctx.dtype)
         first = first.to(sum_dtype(ctx.dtype))
-        dfirst = torch.empty_like(first)
+        dfirst = new_tensor(first.shape, first.dtype, first.device)
         weights = probs.to(first.dtype)
-        hidden, dp = ctx.activation.forward_backward(first, dh, weights, dfirst)  # [M, F], [M]
+        hidden = new_tensor(dh.shape, dh.dtype, dh.device)  # [M, F]
+        _, dp = ctx.activation.forward_backward(first, dh, weights, dfirst, hidden)  # [M]
         grads = _empty_gradients((fc1_weight, fc2_weight, fc1_bias, fc2_bias), needs[2:6])
         if grads[1] is not None:
             gemm.weight_gradient(dy_columns, gemm.by_columns(hidden.to(ctx.dtype), FC2, "input"), grads[1])
@@ -172,14 +174,15 @@ class Rows:
             return source
         if self.num_rows == 0:
             return source.new_zeros(self.read_ids.shape[0], source.shape[1])
-        rows = source.index_select(0, self.read_ids)
+        rows = new_tensor((self.read_ids.shape[0], source.shape[1]), source.dtype, source.device)
+        torch.index_select(source, 0, self.read_ids, out=rows)
         return rows if self.is_padding is None else rows.masked_fill_(self.is_padding, 0)
 
     def add(self, results: Tensor) -> Tensor:
         """[M, H] -> [R, H], the sum over each row's slots; results of padding are dropped."""
         if self.read_ids is None:
             return results
-        sums = results.new_zeros(self.num_rows, results.shape[1])
+        sums = new_tensor((self.num_rows, results.shape[1]), results.dtype, results.device).zero_()
         if self.num_rows == 0:
             return sums
         if self.is_padding is not None:
@@ -190,7 +193,8 @@ class Rows:
 def weigh_activation(activation: Activation, first: Tensor, probs: Tensor, dtype: torch.dtype) -> Tensor:
     """The second GEMM's input: first [M, G, F], probs [M] -> [M, F]."""
     wide = sum_dtype(dtype)
-    return activation.forward(first.to(wide)).mul_(probs.to(wide).unsqueeze(-1)).to(dtype)
+    out = new_tensor((first.shape[0], first.shape[2]), wide, first.device)
+    return activation.forward(first.to(wide), out).mul_(probs.to(wide).unsqueeze(-1)).to(dtype)
 
 
 def _first_product(
@@ -213,6 +217,6 @@ def _first_product(
 def _empty_gradients(parameters: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
     """Return memory for the gradients that are needed, contiguous."""
     return [
-        torch.empty(p.shape, dtype=gradient_dtype(p), device=p.device) if p is not None and need else None
+        new_tensor(p.shape, gradient_dtype(p), p.device) if p is not None and need else None
         for p, need in zip(parameters, needs, strict=True)
     ]

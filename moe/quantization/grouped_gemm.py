@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
 from moe.quantization.delayed import DelayedScaling
 from moe.quantization.quantize import Block, Quantized, block_amax, hadamard, quantize
@@ -142,32 +143,26 @@ class ReferenceGemm:
 
     def by_rows(self, x: Tensor, linear: int, operand: Operand) -> PerExpert:
         """See GroupedGemm."""
-        block = self.recipe.block_of(operand)
-        return PerExpert(tuple(self._quantize(x[part], block, e, linear, operand) for e, part in self.parts()))
+        return PerExpert(self._quantize_all(x, self.counts, self.recipe.block_of(operand), linear, operand))
 
     def by_columns(self, x: Tensor, linear: int, operand: Operand) -> PerExpert | Plain:
         """See GroupedGemm."""
         if not self.quantizes_wgrad:
             return Plain(x)
-        block, transform = self.recipe.block_of(operand).t, self.recipe.has_random_rounding
-        return PerExpert(
-            tuple(
-                self._quantize(hadamard(x[part]) if transform else x[part], block, e, linear, operand)
-                for e, part in self.parts()
-            )
-        )
+        x = hadamard(x) if self.recipe.has_random_rounding else x
+        return PerExpert(self._quantize_all(x, self.counts, self.recipe.block_of(operand).t, linear, operand))
 
     def weight(self, weight: Tensor, linear: int, *, is_transposed: bool) -> PerExpert:
         """See GroupedGemm."""
         block = self.recipe.weight_block.t if is_transposed else self.recipe.weight_block
-        matrices = enumerate(weight.unbind())
-        return PerExpert(tuple(self._quantize(w, block, e, linear, "weight") for e, w in matrices), is_transposed)
+        sizes = (weight.shape[1],) * weight.shape[0]
+        return PerExpert(self._quantize_all(weight.flatten(0, 1), sizes, block, linear, "weight"), is_transposed)
 
     def multiply(self, rows: PerExpert, weight: PerExpert) -> Tensor:
         """See GroupedGemm; the result is in fp32, or fp64 for fp64."""
         dtype, first = sum_dtype(self.dtype), weight.parts[0]
         num_features = first.shape[1] if weight.is_transposed else first.shape[0]
-        out = first.codes.new_empty(sum(self.counts), num_features, dtype=dtype)
+        out = new_tensor((sum(self.counts), num_features), dtype, first.codes.device)
         for (expert, part), matrix in zip(self.parts(), rows.parts, strict=True):
             if self.counts[expert]:
                 w = weight.parts[expert].dequantize(dtype)
@@ -191,6 +186,20 @@ class ReferenceGemm:
                 torch.mm(left.t(), right, out=out[expert])
             else:
                 out[expert].copy_(torch.mm(left.t(), right))
+
+    def _quantize_all(
+        self, x: Tensor, sizes: tuple[int, ...], block: Block, linear: int, operand: Operand
+    ) -> tuple[Quantized, ...]:
+        """Quantize the operands of all experts, x [sum(sizes), ...]: in one go if no scale reaches over two of them."""
+        rows = block.rows
+        if (
+            rows is None
+            or self.delayed is not None
+            or self.recipe.scale_format == "e4m3"
+            or any(n % rows for n in sizes)
+        ):
+            return tuple(self._quantize(part, block, e, linear, operand) for e, part in enumerate(x.split(sizes)))
+        return self._quantize(x, block, 0, linear, operand).split(sizes)
 
     def _quantize(self, x: Tensor, block: Block, expert: int, linear: int, operand: Operand) -> Quantized:
         """Quantize one expert's operand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dispatchers.host_memory import new_tensor
 from moe.quantization.formats import E4M3, FloatFormat, decode_half, encode, packed_width
 
 ScaleFormat = Literal["fp32", "pow2", "e8m0", "e4m3"]
@@ -80,6 +82,13 @@ class Quantized:
         """Return what `with_tensors` is called on: the description alone."""
         empty = self.codes.new_empty(0, 0)
         return replace(self, codes=empty, scale=empty, tensor_scale=None)
+
+    def split(self, sizes: Sequence[int]) -> tuple[Quantized, ...]:
+        """Return views of neighbouring rows, `sizes` of them each: multiples of the block's rows."""
+        rows = self.block.rows or max(self.shape[0], 1)
+        scales = self.scale.split([size // rows for size in sizes])
+        parts = zip(self.codes.split(list(sizes)), scales, strict=True)
+        return tuple(replace(self, codes=codes, scale=scale) for codes, scale in parts)
 
     def scale_fp32(self) -> Tensor:
         """Return the scale of each block as fp32, the tensor's included."""
@@ -154,7 +163,7 @@ def quantize(
             amax = torch.where((given_amax > 0) & amax.isfinite(), given_amax, amax)
         multiplier = _fp32_multiplier(amax, fmt.max, is_power_of_2=scale_format == "pow2")
         scale = 1 / multiplier
-    codes = torch.empty(shape[0], packed_width(shape[1], fmt), dtype=fmt.dtype, device=x.device)
+    codes = new_tensor((shape[0], packed_width(shape[1], fmt)), fmt.dtype, x.device)
     chunks = _row_chunks(shape, block, x.device)
     scratch = _scratch(x, chunks)
     for rows, blocks in chunks:
