@@ -104,17 +104,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.router_dtype = ROUTER_DTYPES[config.moe_router_dtype]
-        self.loss_groups = (
-            LossGroups(
-                groups.tp_cp,
-                groups.tp_dp_cp,
-                groups.cp.size(),
-                groups.dp_cp.size(),
-                counter=getattr(groups, "counter", None),
-            )
-            if groups
-            else LossGroups()
-        )
+        self.loss_groups = _loss_groups(groups)
         self.ep_size = groups.ep.size() if groups else 1
         self.num_experts = config.num_router_experts
         self.rule = _rule(config)
@@ -400,6 +390,14 @@ def check_padding_mask(padding_mask: Tensor, shape: torch.Size) -> None:
             f"padding_mask ({list(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the shape {list(shape)},"
             " True = padding."
         )
+
+
+def _loss_groups(groups: RouterGroups | None) -> LossGroups:
+    """Return over which ranks losses are taken; a group of one is None, which torch.compile can read too."""
+    if groups is None:
+        return LossGroups()
+    tp_cp, tp_dp_cp = (group if group.size() > 1 else None for group in (groups.tp_cp, groups.tp_dp_cp))
+    return LossGroups(tp_cp, tp_dp_cp, groups.cp.size(), groups.dp_cp.size(), getattr(groups, "counter", None))
 
 
 def _rule(config: RouterConfig) -> RoutingRule:
