@@ -1,7 +1,7 @@
 """The expert path as one operator for torch.compile: opaque in forward and in backward, eager inside.
 
-Dispatch, experts and combine have sizes that follow from the counts, collectives, a host sync and autograd of their own.
-A compiled graph holds them as one operator with a known output shape, so no count ever recompiles it:
+Dispatch, experts and combine have sizes that follow from counts, collectives, a host sync and autograd of their own. A
+compiled graph holds them as one operator with a known output shape, so no count ever recompiles it:
 
     router (traced) -> moe::expert_path [S, B, H] -> traced; backward: traced -> moe::expert_path_backward -> traced
 
@@ -12,7 +12,6 @@ no backward asks for is freed with its graph. Eager mode uses none of this.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 
-from moe.parallel import local_tensor
+from router.compiled import ModuleHandle
 
 if TYPE_CHECKING:
     from moe.layer import MoELayer
@@ -30,27 +29,6 @@ if TYPE_CHECKING:
 AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
 # Stages of the layer that are traced; the operator runs the others.
 TRACED_STAGES = ("router.", "zero_experts.")
-
-
-class LayerHandle(OpaqueBase):
-    """A layer as an input of a compiled graph. It does not keep the layer alive, and copies go with the layer's.
-
-    Args:
-        layer: the layer that holds this handle.
-    """
-
-    def __init__(self, layer: MoELayer) -> None:
-        self._layer = weakref.ref(layer)
-
-    @property
-    def layer(self) -> MoELayer:
-        """The layer, which is alive: it runs."""
-        layer = self._layer()
-        assert layer is not None
-        return layer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LayerHandle, (self.layer,)
 
 
 class Recording(OpaqueBase):
@@ -68,8 +46,7 @@ class Recording(OpaqueBase):
         self.inputs = tuple(inputs)
 
 
-for opaque in (LayerHandle, Recording):
-    register_opaque_type(opaque, typ="reference")
+register_opaque_type(Recording, typ="reference")
 
 
 class _Stages(nn.Module):
@@ -96,20 +73,29 @@ def expert_path(layer: MoELayer, hidden_states: Tensor, probs: Tensor, routing_m
         [S, B, H] in the dtype of hidden_states. Gradients reach hidden_states, probs and the parameters.
 
     Raises:
-        ImportError: this PyTorch cannot hand a module to an operator.
+        ValueError: parameters that FSDP2 shards.
 
     Collectives, host syncs: those of the eager stages. Saved for backward: what they save; hidden_states and probs are
         copied, because a compiled graph reuses the memory of what it no longer needs itself.
     """
-    if layer.handle is None:
-        raise ImportError(
-            "torch.compile of a MoELayer needs torch >= 2.12 (pip install -U torch); eager mode does not."
-        )
-    tensors = [hidden_states, probs, *(local_tensor(parameter) for _, parameter in _lent_parameters(layer))]
+    tensors = [hidden_states, probs, *(_local_tensor(parameter) for _, parameter in _lent_parameters(layer))]
     records = torch.is_grad_enabled()
     needs_grad = [records and tensor.requires_grad for tensor in tensors]
     output, _ = torch.ops.moe.expert_path(layer.handle, tensors, routing_map, needs_grad, records)
     return output
+
+
+def _local_tensor(parameter: Tensor) -> Tensor:
+    """`moe.parallel.local_tensor`, as a compiler can see it: there a DTensor does not tell its attributes."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if "edp" in (parameter.device_mesh.mesh_dim_names or ()):
+        text = "torch.compile of a MoELayer does not go with apply_fsdp, which gathers its parameters: leave one out."
+        torch._dynamo.graph_break(msg=text)  # the error of fullgraph; the next line is that of the other mode
+        raise ValueError(text)
+    return parameter.to_local()
 
 
 def _lent_parameters(layer: MoELayer) -> list[tuple[str, nn.Parameter]]:
@@ -120,9 +106,9 @@ def _lent_parameters(layer: MoELayer) -> list[tuple[str, nn.Parameter]]:
 
 @torch.library.custom_op("moe::expert_path", mutates_args=())
 def _expert_path(
-    handle: LayerHandle, tensors: list[Tensor], routing_map: Tensor, needs_grad: list[bool], records: bool
+    handle: ModuleHandle, tensors: list[Tensor], routing_map: Tensor, needs_grad: list[bool], records: bool
 ) -> tuple[Tensor, Recording]:
-    layer = handle.layer
+    layer = handle.module
     if records:  # what the recording keeps outlives the memory of the arguments, which the compiler hands on
         tensors = [*(tensor.clone() for tensor in tensors[:2]), *tensors[2:]]
         routing_map = routing_map.clone()
@@ -136,7 +122,7 @@ def _expert_path(
 
 @_expert_path.register_fake
 def _(
-    handle: LayerHandle, tensors: list[Tensor], routing_map: Tensor, needs_grad: list[bool], records: bool
+    handle: ModuleHandle, tensors: list[Tensor], routing_map: Tensor, needs_grad: list[bool], records: bool
 ) -> tuple[Tensor, Recording]:
     return tensors[0].new_empty(tensors[0].shape), Recording()
 

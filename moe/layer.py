@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from router.expert_choice import ExpertChoiceRouter
 from router.gating import no_autocast
 from router.losses import on_backward
 from router.padding import RoutingMapPadding
-from router.router import TopKRouter, check_padding_mask
+from router.router import TopKRouter, check_padding_mask, handle_of
 
 ROUTERS = {"topk": TopKRouter, "expert_choice": ExpertChoiceRouter}
 
@@ -68,7 +67,7 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj, self.fc2_latent_proj = _latent_projections(config)
         self.register_buffer("computed_slots", torch.zeros((), dtype=torch.int64), persistent=False)
         self.run = _recomputed if config.moe_layer_recompute else _directly
-        self.handle = _handle_of(self)
+        self.handle = handle_of(self)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -215,15 +214,6 @@ def _deferred_gradients(experts: nn.Module) -> tuple[object, ...]:
     make = getattr(experts, "deferred_gradients", None)
     deferred = None if make is None else make()
     return () if deferred is None else (deferred,)
-
-
-def _handle_of(layer: MoELayer) -> Any:
-    """Return what stands for the layer in a compiled graph; None with a PyTorch that cannot compile it."""
-    try:
-        from moe.compiled import LayerHandle
-    except ImportError:
-        return None
-    return LayerHandle(layer)
 
 
 def _as_one_operator(layer: MoELayer, *args: Tensor) -> Tensor:
