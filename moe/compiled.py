@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+# No public way hands an operator, or returns from it, anything but tensors and numbers.
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 
@@ -131,7 +133,9 @@ def _(
 def _expert_path_backward(recording: Recording, grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     found: Sequence[Tensor | None] = [None] * len(inputs)
     if recording.output is not None:
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True) of the caller
+        keeps = (
+            torch._C._autograd._get_current_graph_task_keep_graph()
+        )  # what the caller gave as retain_graph, which nothing public tells
         with _with_autograd():
             found = torch.autograd.grad(recording.output, recording.inputs, grad, keeps, allow_unused=True)
     return [torch.zeros_like(like) if value is None else value for value, like in zip(found, inputs, strict=True)]
@@ -157,7 +161,10 @@ _expert_path.register_autograd(_backward, setup_context=_keep)
 
 
 def _with_autograd() -> AbstractContextManager[Any]:
-    """Return a context in which autograd sees what runs, as in eager code: operators run below it."""
+    """Return a context in which autograd sees what runs, as in eager code: operators run below it.
+
+    There is no public way back above it.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in AUTOGRAD_KEYS:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))

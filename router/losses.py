@@ -199,8 +199,8 @@ class Sequences:
 
         Raises:
             ValueError: cu_seqlens is no vector of ints, or B is not 1; on the CPU also offsets that do not start at 0,
-                do not ascend or pass the last token. Elsewhere, and under
-                torch.compile, values are not read, because that is a host sync.
+                do not ascend or pass the last token. Elsewhere, and in a compiled graph, values are not read, because
+                that is a host sync.
         """
         batch = torch.Size(shape[1:-1]).numel()
         if cu_seqlens is None:
