@@ -1,6 +1,7 @@
 """torch.compile: one graph, the values and the state of eager mode, and few compilations."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    gc.collect()  # graphs hold tensors in cycles, and other tests count what is alive
 
 
 def twins(module_class=MoELayer, config_class=MoEConfig, **options):
