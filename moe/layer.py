@@ -22,7 +22,7 @@ from router.expert_choice import ExpertChoiceRouter
 from router.gating import no_autocast
 from router.losses import on_backward
 from router.padding import RoutingMapPadding
-from router.router import TopKRouter, check_padding_mask
+from router.router import TopKRouter, check_padding_mask, handle_of
 
 ROUTERS = {"topk": TopKRouter, "expert_choice": ExpertChoiceRouter}
 
@@ -67,6 +67,7 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj, self.fc2_latent_proj = _latent_projections(config)
         self.register_buffer("computed_slots", torch.zeros((), dtype=torch.int64), persistent=False)
         self.run = _recomputed if config.moe_layer_recompute else _directly
+        self.handle = handle_of(self)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -95,7 +96,10 @@ class MoELayer(nn.Module):
         probs, zero_probs = probs.tensor_split([self.config.num_moe_experts], dim=1)  # -> [T, E], [T, Z]
         routing_map = routing_map[:, : self.config.num_moe_experts]  # -> [T, E]
         routing_map = self.routing_map_padding(routing_map)  # [T, E] -> [T, E], a padded clone
-        output = self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
+        if torch.compiler.is_compiling():
+            output = _as_one_operator(self, hidden_states, probs, routing_map)  # -> [S, B, H]
+        else:
+            output = self.run(self._expert_path, hidden_states, probs, routing_map)  # -> [S, B, H]
         if self.zero_experts is not None:
             output = output + self.zero_experts(hidden_states, zero_probs)
         return output if padding_mask is None else output.masked_fill(padding_mask.unsqueeze(-1), 0.0)
@@ -218,6 +222,13 @@ def _deferred_gradients(experts: nn.Module) -> tuple[object, ...]:
     make = getattr(experts, "deferred_gradients", None)
     deferred = None if make is None else make()
     return () if deferred is None else (deferred,)
+
+
+def _as_one_operator(layer: MoELayer, *args: Tensor) -> Tensor:
+    """Put the expert path into the graph that is being compiled."""
+    from moe.compiled import expert_path
+
+    return expert_path(layer, *args)
 
 
 def _directly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:

@@ -79,8 +79,10 @@ def column_counts(routing_map: Tensor) -> Tensor:
     """Count the True entries of each column: [T, E] bool -> [E] int64.
 
     A sum on a CPU first casts its whole input to the dtype of the sum, 8 bytes an entry for int64. Here bytes add up as
-    bytes, block on block, and only what is left is cast.
+    bytes, block on block, and only what is left is cast. A compiler casts as it sums, and its sizes may be symbols.
     """
+    if torch.compiler.is_compiling():
+        return routing_map.sum(0)
     num_tokens, num_experts = routing_map.shape
     blocks = math.gcd(num_tokens, 128)  # at most 255: a byte holds the sum over the blocks
     size = num_tokens // blocks

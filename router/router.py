@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from router.gating import apply_input_jitter, apply_random_logits, router_gating
 from router.losses import Sequences, attach_loss, on_backward
 from router.scores import RoutingRule, dense_weights
 from router.topk import route
+
+FIRST_TO_COMPILE = "2.13"  # the first PyTorch whose compiled graphs hold objects
 
 
 class RouterGroups(Protocol):
@@ -104,17 +106,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.router_dtype = ROUTER_DTYPES[config.moe_router_dtype]
-        self.loss_groups = (
-            LossGroups(
-                groups.tp_cp,
-                groups.tp_dp_cp,
-                groups.cp.size(),
-                groups.dp_cp.size(),
-                counter=getattr(groups, "counter", None),
-            )
-            if groups
-            else LossGroups()
-        )
+        self.loss_groups = _loss_groups(groups)
         self.ep_size = groups.ep.size() if groups else 1
         self.num_experts = config.num_router_experts
         self.rule = _rule(config)
@@ -125,6 +117,7 @@ class TopKRouter(nn.Module):
         )
         self.register_parameter("bias", bias)
         self._register_buffers()
+        self.handle = handle_of(self)
         self.register_load_state_dict_post_hook(_keep_biases_in_fp32)
         self.reset_parameters()
 
@@ -181,11 +174,14 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: hidden_states does not end in hidden_size, or a mask or offsets that do not fit it.
+            ImportError: torch.compile with a PyTorch that is too old for it.
 
         Collectives: with a balancing loss in training, one all_reduce of counts over tp_cp, for global_aux_loss one
             over all ranks; with quantile_balancing in training, an all_gather of logits over tp_cp. No host sync,
             except for the sizes of that all_gather.
         """
+        if torch.compiler.is_compiling():
+            self._check_compilable()
         tokens, padding = self._flatten(hidden_states, padding_mask)  # [S, B, H] -> [T, H]
         if self.config.moe_input_jitter_eps is not None and self.training:
             tokens = apply_input_jitter(tokens, self.config.moe_input_jitter_eps, self.router_dtype)
@@ -197,7 +193,7 @@ class TopKRouter(nn.Module):
         if self._learns:
             sequences = Sequences.of(hidden_states.shape, cu_seqlens)
             probs = self._with_losses(probs, logits, chosen, padding, sequences, advance)
-            probs = on_backward(probs, lambda: self._advance(advance))
+            probs = self._counted(probs, advance)
         return probs, routing_map
 
     def decide(
@@ -236,6 +232,26 @@ class TopKRouter(nn.Module):
         check_padding_mask(padding_mask, shape[:-1])
         padding = padding_mask.reshape(-1)
         return tokens.masked_fill(padding.unsqueeze(-1), 0.0), padding
+
+    def _check_compilable(self) -> None:
+        """Leave the compiled graph for what it cannot hold; with fullgraph that is an error with this message.
+
+        There is no public way to leave it: an exception would let the whole layer be traced as eager code.
+        """
+        if self.handle is None:
+            text = f"torch.compile of a router needs torch >= {FIRST_TO_COMPILE}, not {torch.__version__}"
+            torch._dynamo.graph_break(msg=(text := f"{text}: pip install -U torch, or run in eager mode."))
+            raise ImportError(text)
+        if self.config.balancing_types == ("sinkhorn",) and self.training:
+            torch._dynamo.graph_break(
+                msg="moe_router_load_balancing_type 'sinkhorn' has no fixed number of iterations in training: leave"
+                " fullgraph out, or choose another type."
+            )
+        if self.recorder is not None:
+            torch._dynamo.graph_break(
+                msg="RoutingRecords records and replays outside of compiled graphs: leave fullgraph out, or use the"
+                " eager module meanwhile."
+            )
 
     @property
     def _learns(self) -> bool:
@@ -329,7 +345,7 @@ class TopKRouter(nn.Module):
             padding,
             sequences,
             self.loss_groups,
-            global_tokens=self.global_tokens,
+            global_tokens=self._global_tokens_so_far,
             backend=backend,
             routing_map=chosen if backend == "torch" and self._chooses_plainly else None,
         )
@@ -337,11 +353,32 @@ class TopKRouter(nn.Module):
             getattr(self, name).copy_(value)
         if losses.global_counts is not None:
             advance["global_tokens"] = losses.global_counts
-        return attach_loss(probs, losses.total, scale=self.loss_scale)
+        if not torch.compiler.is_compiling():
+            return attach_loss(probs, losses.total, scale=self.loss_scale)
+        from router import compiled
+
+        return compiled.attach_loss(probs, losses.total, self.handle)
+
+    @property
+    def _global_tokens_so_far(self) -> Tensor | None:
+        """global_tokens; in a compiled graph a copy, because backward counts into it."""
+        if self.global_tokens is None or not torch.compiler.is_compiling():
+            return self.global_tokens
+        from router.compiled import current_value
+
+        return current_value(self.handle, "global_tokens", self.global_tokens)
+
+    def _counted(self, probs: Tensor, advance: dict[str, Tensor]) -> Tensor:
+        """Return probs [T, E]; once their gradient is there, what the decision counted is added to the buffers."""
+        if not torch.compiler.is_compiling():
+            return on_backward(probs, lambda: self.advance(advance))
+        from router.compiled import advance_on_backward
+
+        return advance_on_backward(probs, self.handle, advance)
 
     @torch.no_grad()
-    def _advance(self, advance: dict[str, Tensor]) -> None:
-        """Add what a decision counted to the buffers."""
+    def advance(self, advance: dict[str, Tensor]) -> None:
+        """Add what a decision counted, buffer -> amount, to the buffers."""
         for name, amount in advance.items():
             getattr(self, name).add_(amount)
         if self.local_tokens_per_expert is not None:
@@ -400,6 +437,23 @@ def check_padding_mask(padding_mask: Tensor, shape: torch.Size) -> None:
             f"padding_mask ({list(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the shape {list(shape)},"
             " True = padding."
         )
+
+
+def handle_of(module: nn.Module) -> Any:
+    """Return what stands for a module in a compiled graph; None with a PyTorch that is too old for that."""
+    if torch.__version__ < FIRST_TO_COMPILE:
+        return None
+    from router.compiled import ModuleHandle
+
+    return ModuleHandle(module)
+
+
+def _loss_groups(groups: RouterGroups | None) -> LossGroups:
+    """Return over which ranks losses are taken; a group of one is None, which torch.compile can read too."""
+    if groups is None:
+        return LossGroups()
+    tp_cp, tp_dp_cp = (group if group.size() > 1 else None for group in (groups.tp_cp, groups.tp_dp_cp))
+    return LossGroups(tp_cp, tp_dp_cp, groups.cp.size(), groups.dp_cp.size(), getattr(groups, "counter", None))
 
 
 def _rule(config: RouterConfig) -> RoutingRule:
