@@ -86,6 +86,8 @@ benchmark-smoke: $(PARITY_STAMP) ## Run the benchmarks at a tiny size, with ever
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/growth.py --tiny --rounds 2 --report --results build/benchmarks
 	$(BIN)/python benchmarks/router_fusion.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/compile.py --tiny --backend aot_eager
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/emulation.py --tiny --report --results build/benchmarks
+	$(BIN)/python benchmarks/import_time.py --rounds 5 --limit 1.1
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/communication.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/expert_parallel.py --tiny
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quantization.py --tiny

@@ -19,7 +19,7 @@ from dispatchers.permutation import sum_dtype
 CACHE_LINE = 64  # bytes
 # Rows that are computed together, if an expert has no more by itself. Fewer leave small operations to one thread, more
 # leave the cache; other devices have no such cache, but scratch memory grows with it.
-CHUNK_ROWS = {"cpu": 1024}
+CHUNK_ROWS = {"cpu": 2048}
 CHUNK_ROWS_ELSEWHERE = 16384
 
 
@@ -124,8 +124,8 @@ class ExpertLoop:
         if slots.has_padding and slots.row_ids is not None:
             self.padding = slots.row_ids.unsqueeze(-1) < 0
             self.read_ids = slots.row_ids.clamp(min=0)
-        self._scratch: dict[str, Tensor] = {}
-        self._weight_of: dict[str, int] = {}  # whose weight a scratch buffer holds
+        self._scratch: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._weights: dict[str, tuple[int, Tensor]] = {}  # by name: whose weight a buffer holds, and the buffer
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialised tensor that outlives the loop, in the dtype of tokens unless told."""
@@ -133,9 +133,10 @@ class ExpertLoop:
 
     def scratch(self, name: str, chunk: Chunk, *widths: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory [m, *widths] that is used again for the next chunk; dtype: that of products unless told."""
-        if name not in self._scratch:
-            self._scratch[name] = self._aligned(self.max_rows, widths, dtype or self.gemm_dtype)
-        return self._scratch[name][: chunk.slots.stop - chunk.slots.start]
+        key = name, widths
+        if key not in self._scratch:
+            self._scratch[key] = self._aligned(self.max_rows, widths, dtype or self.gemm_dtype)
+        return self._scratch[key][: chunk.slots.stop - chunk.slots.start]
 
     def _aligned(self, num_rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return uninitialised [num_rows, *widths]; with tiles, every row of a matrix begins on a cache line."""
@@ -148,7 +149,7 @@ class ExpertLoop:
     def forget_scratch(self) -> None:
         """Free the scratch memory of a loop that is kept."""
         self._scratch.clear()
-        self._weight_of.clear()
+        self._weights.clear()
 
     def gather(self, source: Tensor, chunk: Chunk, name: str) -> Tensor:
         """Return the rows that the slots of a chunk read, in the dtype of products: [R, H] -> [m, H] in scratch."""
@@ -200,13 +201,13 @@ class ExpertLoop:
         """Return a weight in the dtype of products, cast once for all chunks of an expert."""
         if weight.dtype == self.gemm_dtype and self.tile_rows is None:
             return weight
-        name = f"weight {name}"
-        if self._weight_of.get(name) != expert:
-            self._weight_of[name] = expert
-            if name not in self._scratch:
-                self._scratch[name] = self._aligned(weight.shape[0], weight.shape[1:], self.gemm_dtype)
-            self._scratch[name].copy_(weight)
-        return self._scratch[name]
+        holder, buffer = self._weights.get(name, (-1, None))
+        if buffer is None:
+            buffer = self._aligned(weight.shape[0], weight.shape[1:], self.gemm_dtype)
+        if holder != expert:
+            buffer.copy_(weight)
+            self._weights[name] = expert, buffer
+        return buffer
 
     def cast(self, rows: Tensor, name: str, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
         """Return rows [m, ...] in a dtype, that of products unless told: themselves, or a copy in scratch memory."""

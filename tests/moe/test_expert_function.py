@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe import expert_loop
 from moe.activations import Activation
@@ -27,7 +28,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(autouse=True, params=[1024, 15, 1], ids="{}-rows".format)
+@pytest.fixture(autouse=True, params=[2048, 15, 1], ids="{}-rows".format)
 def _chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute all experts together, two or three, and each by itself."""
     monkeypatch.setitem(expert_loop.CHUNK_ROWS, "cpu", request.param)
@@ -301,3 +302,48 @@ def test_tiles_refuse_counts_that_do_not_fill_them() -> None:
             weights,
             DeferredGradients(weights, tile_rows=32),
         )
+
+
+@pytest.mark.parametrize("products", [torch.float32, None], ids=["in fp32", "as they are"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tile_rows", [None, 32])
+def test_recomputing_the_first_product_changes_no_bit_and_saves_its_output(
+    tile_rows: int | None, dtype: torch.dtype, products: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if products is not None and dtype != torch.float64:
+        monkeypatch.setattr(expert_loop, "gemm_dtype", lambda dtype, device: products)
+    case = make(ACTIVATIONS["swiglu"], dtype, random_map(), biases=True)
+    counts = tuple(-(-count // 32) * 32 for count in case.slots.counts)
+    segments, probs = (
+        case.slots.row_ids.split(case.slots.counts),
+        case.leaves["probs"].detach().split(case.slots.counts),
+    )
+    row_ids = torch.cat([F.pad(ids, (0, n - len(ids)), value=-1) for ids, n in zip(segments, counts, strict=True)])
+    probs = torch.cat([F.pad(p, (0, n - len(p))) for p, n in zip(probs, counts, strict=True)])
+    results, saved = [], []
+    for first_gemm in ("keep", "recompute"):
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in {**case.leaves, "probs": probs}.items()}
+        weights = ExpertWeights(*(leaves[name] for name in ("fc1", "fc2", "fc1_bias", "fc2_bias")))
+        deferred = None if tile_rows is None else DeferredGradients(weights, tile_rows)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = expert_mlp(
+                leaves["tokens"],
+                leaves["probs"],
+                Slots(counts, row_ids, has_padding=True),
+                case.activation,
+                weights,
+                deferred,
+                first_gemm=first_gemm,
+            )
+        output.backward(case.grad)
+        results.append([output.detach(), *(leaf.grad for leaf in leaves.values())])
+        saved.append(sum(sizes.values()))
+    assert saved[0] - saved[1] == sum(counts) * 2 * FFN * dtype.itemsize
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
