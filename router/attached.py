@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class LossGroups:
         tp_dp_cp: all ranks; None on one process.
         cp_size, dp_cp_size: ranks over which gradients are averaged, inside tp_cp and in all.
         counter: counts the collectives; None counts nothing.
+        handle: in a compiled graph, the router whose groups these are; else None.
     """
 
     tp_cp: dist.ProcessGroup | None = None
@@ -38,6 +40,15 @@ class LossGroups:
     cp_size: int = 1
     dp_cp_size: int = 1
     counter: Counter | None = None
+    handle: Any = None
+
+    def sum_over(self, name: str, values: Tensor) -> Tensor:
+        """Return the sum of values over the ranks of the group of this name, in new storage: one all_reduce."""
+        if self.handle is None or getattr(self, name) is None:
+            return all_reduce_sum(values, group=getattr(self, name), name=name, counter=self.counter)
+        from router.compiled import sum_over_group
+
+        return sum_over_group(values, self.handle, name)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def balancing_losses(
     joined = local  # a row for each balanced unit: the batch, then each sequence
     if "seq_aux_loss" in coeffs:
         joined = torch.cat([local, sequences.sum(torch.cat(parts, dim=1).to(torch.int64))])
-    shared = all_reduce_sum(joined, group=groups.tp_cp, name="tp_cp", counter=groups.counter)
+    shared = groups.sum_over("tp_cp", joined)
     num_tokens = shared[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
     total, logged, global_counts = logits.new_zeros(()), {}, None
@@ -105,7 +116,7 @@ def balancing_losses(
         if name == "seq_aux_loss":
             units, table = sequences, shared[1:]
         elif name == "global_aux_loss":
-            now = all_reduce_sum(local, group=(group := groups.tp_dp_cp), name="tp_dp_cp", counter=groups.counter)
+            now, group = groups.sum_over("tp_dp_cp", local), groups.tp_dp_cp
             factor = now[0, -1] if config.calculate_per_token_loss else groups.dp_cp_size
             table, global_counts = _counts_so_far(now, global_tokens), now[0]
         share = _switch_loss(scores, table, units, topk, backend)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 
+from router.collectives import all_reduce_sum
 from router.losses import on_backward
 
 
@@ -68,6 +69,17 @@ def _read(handle: ModuleHandle, name: str, size: list[int], dtype: torch.dtype, 
 @_read.register_fake
 def _(handle: ModuleHandle, name: str, size: list[int], dtype: torch.dtype, after: Tensor) -> Tensor:
     return after.new_empty(size, dtype=dtype)
+
+
+@torch.library.custom_op("router::all_reduce_sum", mutates_args=())
+def _all_reduce_sum(handle: ModuleHandle, values: Tensor, name: str) -> Tensor:
+    groups = handle.module.loss_groups
+    return all_reduce_sum(values, group=getattr(groups, name), name=name, counter=groups.counter)
+
+
+@_all_reduce_sum.register_fake
+def _(handle: ModuleHandle, values: Tensor, name: str) -> Tensor:
+    return torch.empty_like(values)
 
 
 class _AdvanceOnBackward(torch.autograd.Function):
@@ -134,3 +146,16 @@ def current_value(handle: ModuleHandle, name: str, buffer: Tensor) -> Tensor:
         buffer: the buffer, for its shape, dtype and device.
     """
     return torch.ops.router.read(handle, name, list(buffer.shape), buffer.dtype, buffer)
+
+
+def sum_over_group(values: Tensor, handle: ModuleHandle, name: str) -> Tensor:
+    """Return `router.collectives.all_reduce_sum` over a group of a router; its counter does not recompile the graph.
+
+    Args:
+        values: any shape, without a gradient.
+        handle: of the router.
+        name: the attribute of its loss_groups.
+
+    Collectives: one all_reduce of the values over the group; none if it is None.
+    """
+    return torch.ops.router.all_reduce_sum(handle, values, name)

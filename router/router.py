@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -247,6 +248,11 @@ class TopKRouter(nn.Module):
                 msg="moe_router_load_balancing_type 'sinkhorn' has no fixed number of iterations in training: leave"
                 " fullgraph out, or choose another type."
             )
+        if self.qb_beta is not None and self.loss_groups.tp_cp is not None and self._learns:
+            torch._dynamo.graph_break(
+                msg="moe_router_load_balancing_type 'quantile_balancing' gathers tokens over TP and CP, which may be"
+                " uneven: leave fullgraph out, or choose another type."
+            )
         if self.recorder is not None:
             torch._dynamo.graph_break(
                 msg="RoutingRecords records and replays outside of compiled graphs: leave fullgraph out, or use the"
@@ -344,7 +350,7 @@ class TopKRouter(nn.Module):
             logits,
             padding,
             sequences,
-            self.loss_groups,
+            replace(self.loss_groups, handle=self.handle) if torch.compiler.is_compiling() else self.loss_groups,
             global_tokens=self._global_tokens_so_far,
             backend=backend,
             routing_map=chosen if backend == "torch" and self._chooses_plainly else None,

@@ -36,23 +36,26 @@ def _local(tensor):
 
 def _differences(sizes):
     """Return the index of what differs between an eager and a compiled layer, and how often the latter compiled."""
-    eager, _ = _layer(**sizes)
+    eager, groups = _layer(**sizes)
     twin = copy.deepcopy(eager)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(twin, fullgraph=True, backend=counter)
-    differences = []
-    for seed, length in enumerate((5, 3, 0, 7)):
+    differences, counted = [], []
+    for seed, length in enumerate((5, 3, 7, 0, 9)):
         torch.manual_seed(seed + 10 * dist.get_rank())
         hidden, results = torch.randn(length + dist.get_rank(), 1, 16, dtype=torch.float64), []
         for run, module in ((eager, eager), (compiled, twin)):
             leaf = hidden.clone().requires_grad_()
             module.zero_grad()
+            groups.counter.reset()
             output = run(leaf)
             output.square().sum().backward()
             grads = [_local(parameter.grad) for parameter in module.parameters()]
+            counted.append(groups.counter.table())
             results.append([output, leaf.grad, *grads, *module.buffers()])
         pairs = zip(*results, strict=True)
         differences += [(seed, index) for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    assert counted[::2] == counted[1::2]
     assert any(value.abs().sum() > 0 for value in grads)
     return differences, counter.frame_count
 
