@@ -93,7 +93,8 @@ class _ExpertMLP(torch.autograd.Function):
         first_gemm: FirstGemm,
     ) -> Tensor:
         weights = ExpertWeights(fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-        experts = _Experts(ExpertLoop(tokens, slots, None if deferred is None else deferred.tile_rows), weights)
+        tile_rows = None if deferred is None else deferred.tile_rows
+        experts = _Experts(ExpertLoop(tokens, slots, fc1_weight.shape[1:], tile_rows), weights)
         loop, ffn, num_slots = experts.loop, fc2_weight.shape[-1], sum(slots.counts)
         width = fc1_weight.shape[1] * ffn  # G * F
         kept = None if first_gemm == "recompute" else loop.new(num_slots, width)
@@ -134,7 +135,8 @@ class _ExpertMLP(torch.autograd.Function):
         first_output = load_activation(ctx.stored.with_tensors(*stored), tokens.dtype)  # [M, G, F]
         slots, deferred = replace(ctx.slots, row_ids=row_ids), ctx.deferred
         weights = ExpertWeights(fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-        experts = _Experts(ExpertLoop(tokens, slots, None if deferred is None else deferred.tile_rows), weights)
+        tile_rows = None if deferred is None else deferred.tile_rows
+        experts = _Experts(ExpertLoop(tokens, slots, fc1_weight.shape[1:], tile_rows), weights)
         loop, ffn, num_slots = experts.loop, fc2_weight.shape[-1], sum(slots.counts)
         num_inputs = fc1_weight.shape[1]
         grad_tokens = loop.new_sums(*tokens.shape)  # [R, H]

@@ -17,10 +17,10 @@ from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
 
 CACHE_LINE = 64  # bytes
-# Rows that are computed together, if an expert has no more by itself. Fewer leave small operations to one thread, more
-# leave the cache; other devices have no such cache, but scratch memory grows with it.
-CHUNK_ROWS = {"cpu": 2048}
-CHUNK_ROWS_ELSEWHERE = 16384
+# Scratch memory of slots that are computed together, unless one expert has more. Less leaves small operations to one
+# thread, more leaves the cache; other devices have no such cache, but many cores.
+CHUNK_BYTES = {"cpu": 24 << 20}
+CHUNK_BYTES_ELSEWHERE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class ExpertLoop:
     Args:
         tokens: [R, H], what slots read; results have as many rows and this dtype.
         slots: which rows each expert reads.
+        fc1_shape: [G, F, H] of an expert.
         tile_rows: deterministic mode: every chunk has this many slots of one expert, and every row of an operand of a
             product begins on a cache line, since rounding may depend on where it does.
 
@@ -112,10 +113,12 @@ class ExpertLoop:
         sum_dtype: in which activations are computed and rows added up.
     """
 
-    def __init__(self, tokens: Tensor, slots: Slots, tile_rows: int | None = None) -> None:
+    def __init__(self, tokens: Tensor, slots: Slots, fc1_shape: torch.Size, tile_rows: int | None = None) -> None:
         self.device, self.dtype, self.tile_rows = tokens.device, tokens.dtype, tile_rows
         self.gemm_dtype, self.sum_dtype = gemm_dtype(tokens.dtype, tokens.device), sum_dtype(tokens.dtype)
-        max_rows = CHUNK_ROWS.get(tokens.device.type, CHUNK_ROWS_ELSEWHERE)
+        num_inputs, ffn, hidden = fc1_shape
+        slot_bytes = (3 * hidden + (2 * num_inputs + 2) * ffn) * self.sum_dtype.itemsize  # what backward has of one
+        max_rows = CHUNK_BYTES.get(tokens.device.type, CHUNK_BYTES_ELSEWHERE) // slot_bytes
         chunks = make_chunks(slots.counts, max_rows) if tile_rows is None else make_tiles(slots.counts, tile_rows)
         self.chunks = tuple(chunks)
         self.max_rows = max((chunk.slots.stop - chunk.slots.start for chunk in self.chunks), default=0)

@@ -28,10 +28,13 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(autouse=True, params=[2048, 15, 1], ids="{}-rows".format)
-def _chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+SLOT_BYTES = (3 * HIDDEN + 6 * FFN) * 8  # of scratch, gated and in fp64; half in narrower dtypes
+
+
+@pytest.fixture(autouse=True, params=[24 << 20, 15 * SLOT_BYTES, 1], ids=["together", "some", "each"])
+def _chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute all experts together, two or three, and each by itself."""
-    monkeypatch.setitem(expert_loop.CHUNK_ROWS, "cpu", request.param)
+    monkeypatch.setitem(expert_loop.CHUNK_BYTES, "cpu", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +159,24 @@ def test_padding_slots_read_zeros_and_write_nowhere(dtype: torch.dtype, hostile:
     soiled = run(replace(case, leaves=leaves, grad=grad))
     for name in clean:
         assert torch.equal(clean[name], soiled[name]), name
+
+
+def test_chunks_hold_neighbours_up_to_a_number_of_slots() -> None:
+    chunks = list(expert_loop.make_chunks((3, 0, 4, 9, 1, 2, 5, 0), 7))
+    assert [(chunk.slots.start, chunk.slots.stop, list(chunk.experts), chunk.counts) for chunk in chunks] == [
+        (0, 7, [0, 1, 2], (3, 0, 4)),
+        (7, 16, [3], (9,)),
+        (16, 19, [4, 5], (1, 2)),
+        (19, 24, [6, 7], (5, 0)),
+    ]
+    assert list(expert_loop.make_chunks((), 7)) == []
+    assert [chunk.counts for chunk in expert_loop.make_chunks((1, 1, 0), 0)] == [(1,), (1,), (0,)]
+    tiles = list(expert_loop.make_tiles((4, 0, 2), 2))
+    assert [(tile.slots.start, list(tile.experts), tile.counts) for tile in tiles] == [
+        (0, [0], (2,)),
+        (2, [0], (2,)),
+        (4, [2], (2,)),
+    ]
 
 
 MAPS = {
