@@ -31,10 +31,13 @@ ACTIVATIONS = {
 SLOT_BYTES = (3 * HIDDEN + 6 * FFN) * 8  # of scratch, gated and in fp64; half in narrower dtypes
 
 
-@pytest.fixture(autouse=True, params=[24 << 20, 15 * SLOT_BYTES, 1], ids=["together", "some", "each"])
+@pytest.fixture(params=[24 << 20, 15 * SLOT_BYTES, 1], ids=["together", "some", "each"])
 def _chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute all experts together, two or three, and each by itself."""
     monkeypatch.setitem(expert_loop.CHUNK_BYTES, "cpu", request.param)
+
+
+in_chunks = pytest.mark.usefixtures("_chunk_bytes")
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,7 @@ def check(case: Case, results: dict[str, Tensor]) -> None:
         assert_close(results[name], values, case.leaves["tokens"].dtype, what=name)
 
 
+@in_chunks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "plain"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -187,6 +191,7 @@ MAPS = {
 }
 
 
+@in_chunks
 @pytest.mark.parametrize("num_padding", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MAPS)
@@ -240,6 +245,7 @@ def test_gemm_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (gemm_dtype(dtype, cpu), gemm_dtype(dtype, cuda)) == (torch.float32, dtype)
 
 
+@in_chunks
 @pytest.mark.parametrize("num_rows", [0, ROWS])
 @pytest.mark.parametrize("biases", [True, False])
 def test_without_ids_and_probs_slot_i_is_row_i_with_weight_1(biases: bool, num_rows: int) -> None:
@@ -290,6 +296,7 @@ def deferred_gradients(case: Case, num_parts: int, needed: tuple[str, ...]) -> d
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+@in_chunks
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -325,6 +332,7 @@ def test_tiles_refuse_counts_that_do_not_fill_them() -> None:
         )
 
 
+@in_chunks
 @pytest.mark.parametrize("products", [torch.float32, None], ids=["in fp32", "as they are"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tile_rows", [None, 32])
