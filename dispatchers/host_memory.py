@@ -23,7 +23,8 @@ class HostMemory:
     """Blocks of host memory, each lent to one tensor at a time.
 
     A block is free when no tensor, view, array or storage refers to it any more: whoever keeps a tensor keeps its
-    values. What is held is at most what was in use at one time, plus what rounding block sizes adds (at most 1/32).
+    values. A storage that was resized, or shared with other processes, is not lent again. What is held is at most what
+    was in use at one time, plus what rounding block sizes adds (at most 1/32).
 
     Attributes:
         most_used: bytes, the most that was lent at one time as far as this object knows.
@@ -43,6 +44,7 @@ class HostMemory:
         """Return a storage of at least num_bytes with arbitrary content that nobody uses."""
         size = _block_size(num_bytes)
         with self._lock:
+            self._blocks = [block for block in self._blocks if block.is_whole]
             fitting = [block for block in self._blocks if size <= block.num_bytes <= SLACK * size and block.is_free]
             block = min(fitting, key=lambda block: block.num_bytes, default=None)
             if block is None:
@@ -91,6 +93,11 @@ class _Block:
     def is_free(self) -> bool:
         """Whether no tensor is on the storage and nobody else holds its Python object."""
         return self._counts() == self.free_counts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody resized the storage, or shared it with a process whose references do not show here."""
+        return self.storage.nbytes() == self.num_bytes and not self.storage.is_shared()
 
     def _counts(self) -> tuple[int, int]:
         """Return how many refer to the Python object, and to what it stands for; nothing public counts those."""

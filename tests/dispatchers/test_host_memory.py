@@ -70,6 +70,22 @@ def test_whoever_keeps_a_tensor_keeps_its_values(keeper: str, memory: HostMemory
     assert memory.release() == memory.most_used + 3 * SMALLEST_KEPT
 
 
+@pytest.mark.parametrize("change", ["shared", "emptied", "grown"])
+def test_a_storage_that_was_shared_or_resized_is_not_lent_again(change: str, memory: HostMemory) -> None:
+    tensor = large(1)
+    if change == "shared":
+        tensor.share_memory_()  # as torch.multiprocessing does; the other process may keep it longer than this one
+    else:
+        tensor.untyped_storage().resize_(0 if change == "emptied" else 2 * SMALLEST_KEPT)
+    kept = tensor.untyped_storage().data_ptr()
+    del tensor
+    others = [large(2), large(3)]
+    assert all(other.untyped_storage().nbytes() == SMALLEST_KEPT for other in others)
+    assert all(other.data_ptr() != kept or change != "shared" for other in others)
+    assert not any(other.untyped_storage().is_shared() for other in others)
+    assert memory.held_bytes == 2 * SMALLEST_KEPT
+
+
 def test_gradients_stay_as_long_as_the_parameter_has_them() -> None:
     class Large(torch.autograd.Function):
         @staticmethod
