@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.floors import SHAPES, Shape
-from benchmarks.report import RESULTS, describe_run, format_run, format_table, report_path, write_reports
+from benchmarks.report import RESULTS, describe_run, format_run, format_table, write_named_report
 from benchmarks.timing import OURS, Timers, measure, ratios, spread, time_step
 from moe import MoEConfig, MoELayer, expert_loop
 
@@ -96,10 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines += ["", *format_table([format_entry(entry) for entry in entries])]
     print("\n".join(lines))
     if options.report:
-        stem = report_path("emulation", options.results, run["date"])
-        paths = [stem.with_name(stem.name + ending) for ending in (".md", ".json")]
-        write_reports(paths, {"run": run, "entries": entries}, "\n".join(lines) + "\n")
-        print(f"written: {stem}.md and .json", file=sys.stderr)
+        write_named_report("emulation", options.results, {"run": run, "entries": entries}, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

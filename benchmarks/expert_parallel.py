@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.expert_parallel_ranks import PEER, Case, find_peer, measure_all  # noqa: E402
 from benchmarks.floors import DTYPES, SHAPES  # noqa: E402
-from benchmarks.report import RESULTS, describe_run, format_run, report_path, write_reports  # noqa: E402
+from benchmarks.report import RESULTS, describe_run, format_run, write_named_report  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 COLUMNS = (
@@ -125,10 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines += [f"- {name}: {SHAPES[name]}" for name in options.shapes] + ["", *format_table(entries)]
     print("\n".join(lines))
     if options.report:
-        stem = report_path("expert_parallel", options.report, run["date"])
-        paths = [stem.with_name(stem.name + ending) for ending in (".md", ".json")]
-        write_reports(paths, {"run": run, "entries": entries}, "\n".join(lines) + "\n")
-        print(f"written: {stem}.md and .json", file=sys.stderr)
+        write_named_report("expert_parallel", options.report, {"run": run, "entries": entries}, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.floors import DTYPES, Shape, floor_timers, make_weights
 from benchmarks.layer import build, set_weights
-from benchmarks.report import RESULTS, describe_run, format_run, format_table, report_path, write_reports
+from benchmarks.report import RESULTS, describe_run, format_run, format_table, report_path, write_named_report
 from benchmarks.timing import Timers, Times, measure, ratios, spread, time_step
 from moe.expert_loop import gemm_dtype
 
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.report:
         path = report_path("growth", options.results, run["date"])
         text = format_report(report, base, f"{path.name}.png")
-        write_reports([path.with_name(path.name + ending) for ending in (".md", ".json")], report, text)
+        write_named_report("growth", options.results, report, text)
         draw(report, path.with_name(f"{path.name}.png"))
 
 

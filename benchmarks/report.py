@@ -91,3 +91,10 @@ def write_reports(paths: Sequence[Path | None], report: dict[str, Any], text: st
             path.parent.mkdir(parents=True, exist_ok=True)
             content = json.dumps(report, indent=1) + "\n" if path.suffix == ".json" else text
             path.write_text(content, encoding="utf-8")
+
+
+def write_named_report(theme: str, folder: Path, report: dict[str, Any], text: str) -> None:
+    """Write the text as Markdown and the report as JSON, named by `report_path` after the date in report["run"]."""
+    stem = report_path(theme, folder, report["run"]["date"])
+    write_reports([stem.with_name(stem.name + ending) for ending in (".md", ".json")], report, text)
+    print(f"written: {stem}.md and .json", file=sys.stderr)

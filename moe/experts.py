@@ -144,7 +144,7 @@ class GroupedMLP(nn.Module):
             ValueError: tokens of another dtype or width than the weights, or counts for another number of experts.
 
         Saved for backward: tokens [R, H], the first GEMM's output [M, G, F], row_ids [M], probs [M]; less with
-        quantized experts, see docs/quantization.md. No host sync.
+        moe_recompute and with quantized experts, see docs/memory.md and docs/quantization.md. No host sync.
         """
         tokens = expert_input.tokens
         weight = local_tensor(self.linear_fc1.weight)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LoopExperts:
-    """One expert after the other by torch.mm, in `gemm_dtype`: any device, dtype and size."""
+    """Products expert by expert by torch.mm, in `gemm_dtype`: any device, dtype and size."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.activation, self.first_gemm = config.activation, config.first_gemm

@@ -103,12 +103,11 @@ def balancing_losses(
         routing_map, scores = loss_scores(logits, topk, function, backend=backend, routing_map=routing_map)
         parts = [routing_map if padding is None else routing_map & valid, valid]  # [T, E], and a column of tokens
         scores = scores if padding is None else scores.masked_fill(~valid, 0.0)
-    local = torch.cat([column_counts(part) for part in parts]).unsqueeze(0)  # [1, E + 1], the batch as a whole
-    joined = local  # a row for each balanced unit: the batch, then each sequence
+    # A row of E + 1 for each balanced unit: the batch as a whole, then each sequence.
+    local = joined = torch.cat([column_counts(part) for part in parts]).unsqueeze(0)
     if "seq_aux_loss" in coeffs:
         joined = torch.cat([local, sequences.sum(torch.cat(parts, dim=1).to(torch.int64))])
-    shared = groups.sum_over("tp_cp", joined)
-    num_tokens = shared[0, -1]
+    num_tokens = (shared := groups.sum_over("tp_cp", joined))[0, -1]
     weight: Tensor | int = num_tokens if config.calculate_per_token_loss else groups.cp_size
     total, logged, global_counts = logits.new_zeros(()), {}, None
     for name, coeff in coeffs.items():
