@@ -24,7 +24,7 @@ from benchmarks.floors import DTYPES, Shape, floor_timers, make_weights
 from benchmarks.layer import build, set_weights
 from benchmarks.report import RESULTS, describe_run, format_run, format_table, report_path, write_named_report
 from benchmarks.timing import Timers, Times, measure, ratios, spread, time_step
-from moe.expert_loop import gemm_dtype
+from moe.gemm import gemm_dtype
 
 BASE = Shape(tokens=2048, hidden=512, ffn=256, experts=64, topk=4)
 AXES = {  # axis -> values; the other sizes are BASE's

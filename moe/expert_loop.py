@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
+from moe.gemm import gemm_dtype, multiply_rows
 
 CACHE_LINE = 64  # bytes
 # Scratch memory of slots that are computed together, unless one expert has more. Less leaves small operations to one
@@ -56,6 +58,12 @@ class Chunk:
     experts: range
     counts: tuple[int, ...]
 
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        """Yield each expert and which of the m rows are its."""
+        stops = accumulate(self.counts)
+        for expert, count, stop in zip(self.experts, self.counts, stops, strict=True):
+            yield expert, slice(stop - count, stop)
+
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield each expert with its rows of tensors [m, ...]."""
         return zip(self.experts, *(tensor.split(self.counts) for tensor in tensors), strict=True)
@@ -79,22 +87,6 @@ def make_tiles(counts: Sequence[int], num_rows: int) -> Iterator[Chunk]:
         for first in range(start, start + count, num_rows):
             yield Chunk(slice(first, first + num_rows), range(expert, expert + 1), (num_rows,))
         start += count
-
-
-def gemm_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which to multiply matrices of dtype on device.
-
-    It is dtype itself, except for bf16 and fp16 on a CPU for which torch has no fast kernel of that type: there its
-    own loop takes 20 to 100 times as long as fp32, and multiplying in fp32 and rounding once is faster and closer.
-    """
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return dtype
-    fast = torch.backends.mkldnn.is_available() and (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if dtype == torch.bfloat16
-        else torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    )
-    return dtype if fast else torch.float32
 
 
 class ExpertLoop:
@@ -195,9 +187,13 @@ class ExpertLoop:
         """
         direct = out.dtype == self.gemm_dtype and self.tile_rows is None
         product = out if direct else self.scratch(f"product {name}", chunk, out.shape[1])
-        for expert, x, y in chunk.parts(rows, product):
+        for expert, part in chunk.spans():
             weight = self._weight(weights[expert], name, expert)
-            torch.mm(x, weight.t() if transpose else weight, out=y)
+            weight = weight.t() if transpose else weight
+            if self.tile_rows is None:
+                multiply_rows(rows, part, weight, product)
+            else:
+                torch.mm(rows[part], weight, out=product[part])
         return out if direct else out.copy_(product)
 
     def _weight(self, weight: Tensor, name: str, expert: int) -> Tensor:

@@ -11,8 +11,9 @@ from moe.backends import ExpertsBackend, check_torch_widths
 from moe.config import MoEConfig
 from moe.deferred_gradients import DeferredGradients
 from moe.expert_function import expert_mlp
-from moe.expert_loop import Slots, gemm_dtype
+from moe.expert_loop import Slots
 from moe.expert_weights import ExpertWeights
+from moe.gemm import describe_gemms
 from moe.grouped_function import grouped_expert_mlp
 from moe.quantization.grouped_gemm import GroupedGemm, ReferenceGemm
 from moe.quantization.torch_gemm import GroupedMM, ScaledGroupedMM
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LoopExperts:
-    """Products expert by expert by torch.mm, in `gemm_dtype`: any device, dtype and size."""
+    """Products expert by expert by `multiply_rows`, in `gemm_dtype`: any device, dtype and size."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.activation, self.first_gemm = config.activation, config.first_gemm
@@ -40,7 +41,7 @@ class LoopExperts:
 
     def describe(self, weight: Tensor) -> str:
         """See ExpertsBackend."""
-        return f"GEMMs {gemm_dtype(weight.dtype, weight.device)} by torch.mm"
+        return describe_gemms(weight.dtype, weight.device)
 
 
 class GroupedExperts:
@@ -127,5 +128,5 @@ class TorchExperts(GroupedExperts):
 
 
 def reference_experts(config: MoEConfig, experts: GroupedMLP) -> ExpertsBackend:
-    """Return the backend that runs anywhere: a loop of torch.mm, or the exact emulation of a recipe."""
+    """Return the backend that runs anywhere: a loop over experts, or the exact emulation of a recipe."""
     return LoopExperts(config) if config.quantization is None else GroupedExperts(config, experts)

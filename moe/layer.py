@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from dispatchers.base import ExpertInput
 from moe.config import MoEConfig
 from moe.dispatching import build_dispatcher
-from moe.expert_loop import gemm_dtype
 from moe.experts import GroupedMLP
+from moe.gemm import gemm_dtype
 from moe.parallel import ProcessGroups
 from moe.shared_experts import SharedExpertMLP
 from moe.zero_experts import ZeroComputationExperts

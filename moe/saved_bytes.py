@@ -13,7 +13,7 @@ import torch
 
 from dispatchers.permutation import sum_dtype
 from moe.config import TransformerConfig
-from moe.expert_loop import gemm_dtype
+from moe.gemm import gemm_dtype
 from moe.layout import Batch, Layout, Load, block_kinds, expert_load
 from moe.quantization.stored import STORED_BLOCK
 from router.config import ROUTER_DTYPES

@@ -13,8 +13,9 @@ from moe import expert_loop
 from moe.activations import Activation
 from moe.deferred_gradients import DeferredGradients
 from moe.expert_function import expert_mlp
-from moe.expert_loop import Slots, gemm_dtype
+from moe.expert_loop import Slots
 from moe.expert_weights import ExpertWeights
+from moe.gemm import gemm_dtype
 from tests import reference
 from tests.tolerances import assert_close
 
