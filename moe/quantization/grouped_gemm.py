@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
-from moe.gemm import multiply_rows
 from moe.quantization.delayed import DelayedScaling
 from moe.quantization.quantize import Block, Quantized, block_amax, hadamard, quantize
 from moe.quantization.recipes import Operand, QuantizationRecipe
@@ -167,8 +166,7 @@ class ReferenceGemm:
         for (expert, part), matrix in zip(self.parts(), rows.parts, strict=True):
             if self.counts[expert]:
                 w = weight.parts[expert].dequantize(dtype)
-                x = matrix.dequantize(dtype)
-                multiply_rows(x, slice(0, len(x)), w if weight.is_transposed else w.t(), out[part])
+                torch.mm(matrix.dequantize(dtype), w if weight.is_transposed else w.t(), out=out[part])
         return out
 
     def weight_gradient(self, grad: PerExpert | Plain, x: PerExpert | Plain, out: Tensor) -> None:
