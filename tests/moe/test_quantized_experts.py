@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dispatchers.base import ExpertInput
-from moe import GroupedMLP, MoEConfig, MoELayer, keep_quantized_weights
+from moe import GroupedMLP, MoEConfig, MoELayer, gemm, keep_quantized_weights
 from moe.quantization import grouped_gemm
 from moe.quantization.quantize import hadamard
 from moe.quantization.recipes import RECIPES
@@ -481,7 +481,7 @@ def test_the_torch_backend_refuses_widths_of_odd_bytes(hidden: int, ffn: int, na
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        ({}, "GEMMs torch.float32 by "),
+        ({}, "GEMMs torch.float32 by torch.mm"),
         ({"fp8": "hybrid"}, "GEMMs delayed hybrid, rounded exactly and multiplied in fp32"),
         ({"fp4": "e2m1"}, "GEMMs nvfp4 e2m1, rounded exactly"),
         ({"moe_expert_backend": "torch"}, "by torch.nn.functional.grouped_mm"),
@@ -491,7 +491,8 @@ def test_the_torch_backend_refuses_widths_of_odd_bytes(hidden: int, ffn: int, na
         ),
     ],
 )
-def test_a_layer_says_what_multiplies(fields: dict[str, Any], shown: str) -> None:
+def test_a_layer_says_what_multiplies(fields: dict[str, Any], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "prefers_onednn", lambda: False)
     layer = MoELayer(MoEConfig(hidden_size=64, num_moe_experts=4, moe_ffn_hidden_size=64, **fields))
     assert shown in layer.describe()
     assert ("padding     off" in layer.describe()) == (not any(name.startswith("fp") for name in fields))
