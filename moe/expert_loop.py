@@ -58,12 +58,6 @@ class Chunk:
     experts: range
     counts: tuple[int, ...]
 
-    def spans(self) -> Iterator[tuple[int, slice]]:
-        """Yield each expert and which of the m rows are its."""
-        stops = accumulate(self.counts)
-        for expert, count, stop in zip(self.experts, self.counts, stops, strict=True):
-            yield expert, slice(stop - count, stop)
-
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield each expert with its rows of tensors [m, ...]."""
         return zip(self.experts, *(tensor.split(self.counts) for tensor in tensors), strict=True)
@@ -187,13 +181,12 @@ class ExpertLoop:
         """
         direct = out.dtype == self.gemm_dtype and self.tile_rows is None
         product = out if direct else self.scratch(f"product {name}", chunk, out.shape[1])
-        for expert, part in chunk.spans():
-            weight = self._weight(weights[expert], name, expert)
-            weight = weight.t() if transpose else weight
-            if self.tile_rows is None:
-                multiply_rows(rows, part, weight, product)
-            else:
-                torch.mm(rows[part], weight, out=product[part])
+        used = (self._weight(weights[expert], name, expert) for expert in chunk.experts)
+        if self.tile_rows is None:
+            multiply_rows(rows, chunk.counts, used, product, transpose=transpose)
+        else:
+            for weight in used:  # a tile has one expert
+                torch.mm(rows, weight.t() if transpose else weight, out=product)
         return out if direct else out.copy_(product)
 
     def _weight(self, weight: Tensor, name: str, expert: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -36,40 +37,48 @@ def describe_gemms(dtype: torch.dtype, device: torch.device) -> str:
     return f"GEMMs {multiplied_in} by {'oneDNN and ' if takes_onednn else ''}torch.mm"
 
 
-def multiply_rows(rows: Tensor, part: slice, weight: Tensor, out: Tensor) -> None:
-    """Write rows[part] @ weight to out[part].
+def multiply_rows(
+    rows: Tensor, counts: tuple[int, ...], weights: Iterable[Tensor], out: Tensor, *, transpose: bool = False
+) -> None:
+    """Write each expert's rows @ weight to its rows of out.
 
     On the CPUs of `prefers_onednn` large fp32 products are made by oneDNN, everything else by torch.mm. What oneDNN
-    adds to part, so that few numbers of rows occur, are neighbours among rows; their results are dropped.
+    adds to an expert's rows, so that few numbers of rows occur, are neighbours; their results are dropped.
 
     Args:
-        rows: [m, k].
-        part: of the m rows.
-        weight: [k, n] in the dtype of rows.
+        rows: [m, k], sorted by expert.
+        counts: rows of each expert, which sum to m.
+        weights: of these experts, [k, n] each in the dtype of rows; each is read before the next is asked for.
         out: [m, n] in the dtype of rows.
+        transpose: weights are [n, k], and rows @ weight.t() is meant.
     """
-    num_rows = part.stop - part.start
-    if not _takes_onednn(num_rows, weight):
-        torch.mm(rows[part], weight, out=out[part])
-        return
-    added = -num_rows % ROW_STEP
-    start, stop = part.start, part.stop + added
-    if stop > len(rows):  # take them from before
-        start, stop = max(0, part.start - added), part.stop
-    result = torch.ops.mkldnn._linear_pointwise(rows[start:stop], weight.t(), None, "none", [], "")
-    out[part] = result[part.start - start : part.stop - start]
+    by_onednn, stop = _rows_for_onednn(rows, out), 0
+    for count, part, weight, product in zip(counts, rows.split(counts), weights, out.split(counts), strict=True):
+        stop += count
+        if count not in by_onednn:
+            torch.mm(part, weight.t() if transpose else weight, out=product)
+            continue
+        start, added = stop - count, -count % ROW_STEP
+        if added:
+            first = start if stop + added <= len(rows) else max(0, start - added)  # take them from before
+            part, start = rows[first : first + count + added], start - first
+        result = torch.ops.mkldnn._linear_pointwise.default(
+            part, weight if transpose else weight.t(), None, "none", [], ""
+        )
+        product.copy_(result[start : start + count] if added else result)
 
 
-def _takes_onednn(num_rows: int, weight: Tensor) -> bool:
-    """Return whether oneDNN multiplies num_rows by a weight [k, n]."""
-    return (
-        weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and num_rows * weight.numel() >= SMALLEST_ONEDNN
-        and num_rows * weight.shape[1] * weight.itemsize <= LARGEST_ONEDNN_RESULT
-        and prefers_onednn()
-        and bool(torch.backends.mkldnn.enabled)
-    )
+def _rows_for_onednn(rows: Tensor, out: Tensor) -> range:
+    """Return how many of rows [m, k] an expert must have for oneDNN to make its part of out [m, n]."""
+    if (
+        rows.dtype != torch.float32
+        or rows.device.type != "cpu"
+        or not prefers_onednn()
+        or not torch.backends.mkldnn.enabled
+    ):
+        return range(0)
+    (width, height), itemsize = (rows.shape[1], out.shape[1]), out.itemsize
+    return range(-(-SMALLEST_ONEDNN // (width * height)), LARGEST_ONEDNN_RESULT // (height * itemsize) + 1)
 
 
 @cache

@@ -41,34 +41,42 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Numbers of rows and parts of them: at the start, in between, at the end, all, few, one, none.
-PARTS = [(40, 0, 13), (40, 13, 24), (40, 27, 40), (40, 0, 40), (5, 1, 4), (11, 2, 11), (9, 4, 5), (8, 8, 8)]
+# Rows of each expert: few, many, none, one, all of one, more than a step added at the end.
+COUNTS = [(13, 11, 16), (40,), (1, 3, 1), (2, 9), (4, 1, 4), (8, 0, 8), (0, 0), (24, 1), (0, 5, 0)]
 
 
 @onednn
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("num_rows", "start", "stop"), PARTS)
-def test_part_of_the_rows(num_rows: int, start: int, stop: int, is_transposed: bool) -> None:
-    """The rows of a part come out as in fp64; others are not written, and what they hold does not matter."""
-    part = slice(start, stop)
-    rows, weight = torch.full((num_rows, 19), torch.nan), torch.randn(19, 23)
-    rows[part] = torch.randn(part.stop - part.start, 19)
-    out = torch.full((num_rows, 23), 7.0)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_rows_of_each_expert(counts: tuple[int, ...], transpose: bool) -> None:
+    """Each expert's rows come out as in fp64, whatever its neighbours are."""
+    rows, out = torch.randn(sum(counts), 19), torch.full((sum(counts), 23), torch.nan)
+    weights = [torch.randn((23, 19) if transpose else (19, 23)) for _ in counts]
     with Recording() as calls:
-        multiply_rows(rows, part, weight.t().contiguous().t() if is_transposed else weight, out)
-    assert (len(calls.onednn_rows), calls.num_mm) == ((1, 0) if part.start < part.stop else (0, 1))
-    expected = torch.full((num_rows, 23), 7.0, dtype=torch.float64)
-    expected[part] = rows[part].double() @ weight.double()
-    assert_close(out, expected.float())
+        multiply_rows(rows, counts, iter(weights), out, transpose=transpose)
+    assert (len(calls.onednn_rows), calls.num_mm) == (sum(count > 0 for count in counts), counts.count(0))
+    for part, weight, result in zip(rows.split(counts), weights, out.split(counts), strict=True):
+        assert_close(result, (part.double() @ (weight.t() if transpose else weight).double()).float())
+
+
+@onednn
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_neighbours_do_not_matter(which: int) -> None:
+    """The rows that are added to an expert's may hold anything."""
+    rows, weights, out = torch.full((12, 19), torch.nan), torch.randn(3, 19, 23), torch.empty(12, 23)
+    rows.split((3, 5, 4))[which].normal_()
+    multiply_rows(rows, (3, 5, 4), weights, out)
+    expected = rows.split((3, 5, 4))[which].double() @ weights[which].double()
+    assert_close(out.split((3, 5, 4))[which], expected.float())
 
 
 @onednn
 def test_few_kernels_serve_many_counts() -> None:
     """Hundred different counts ask for at most fourteen sizes."""
-    rows, weight, out = torch.randn(400, 16), torch.randn(16, 16), torch.empty(400, 16)
+    counts = tuple(range(200, 300))
+    rows, weight, out = torch.randn(sum(counts), 16), torch.randn(16, 16), torch.empty(sum(counts), 16)
     with Recording() as calls:
-        for count in range(200, 300):
-            multiply_rows(rows, slice(30, 30 + count), weight, out)
+        multiply_rows(rows, counts, [weight] * 100, out)
     assert len(calls.onednn_rows) == 100
     assert len(set(calls.onednn_rows)) <= 14
 
@@ -96,7 +104,7 @@ def test_torch_mm_otherwise(
     out = torch.empty_like(rows)
     monkeypatch.setattr(gemm, constant, value)
     with Recording() as calls:
-        multiply_rows(rows, slice(0, 40), weight, out)
+        multiply_rows(rows, (40,), [weight], out)
     assert (calls.onednn_rows, calls.num_mm) == ([], 1)
 
 
@@ -105,7 +113,7 @@ def test_mkldnn_can_be_turned_off() -> None:
     """torch's own switch is obeyed."""
     rows, weight, out = torch.randn(40, 16), torch.randn(16, 16), torch.empty(40, 16)
     with torch.backends.mkldnn.flags(enabled=False), Recording() as calls:
-        multiply_rows(rows, slice(0, 40), weight, out)
+        multiply_rows(rows, (40,), [weight], out)
     assert (calls.onednn_rows, calls.num_mm) == ([], 1)
 
 
