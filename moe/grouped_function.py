@@ -163,10 +163,14 @@ class Rows:
     def __init__(self, slots: Slots, num_rows: int) -> None:
         self.num_rows = num_rows
         self.is_padding: Tensor | None = None  # [M, 1] bool
+        self.padding_ids, self.real_ids = None, None  # which slots; on a CPU alone, elsewhere counting them waits
         self.read_ids = slots.row_ids  # [M]
         if slots.has_padding and slots.row_ids is not None:
-            self.is_padding = (slots.row_ids < 0).unsqueeze(-1)
+            is_padding = slots.row_ids < 0
+            self.is_padding = is_padding.unsqueeze(-1)
             self.read_ids = slots.row_ids.clamp(min=0)
+            if is_padding.device.type == "cpu":
+                self.padding_ids, self.real_ids = (mask.nonzero().squeeze(1) for mask in (is_padding, ~is_padding))
 
     def gather(self, source: Tensor) -> Tensor:
         """[R, H] -> [M, H], zeros for padding."""
@@ -174,8 +178,9 @@ class Rows:
             return source
         if self.num_rows == 0:
             return source.new_zeros(self.read_ids.shape[0], source.shape[1])
-        rows = new_tensor((self.read_ids.shape[0], source.shape[1]), source.dtype, source.device)
-        torch.index_select(source, 0, self.read_ids, out=rows)
+        rows = _select(source, self.read_ids)
+        if self.padding_ids is not None:
+            return rows.index_fill_(0, self.padding_ids, 0)
         return rows if self.is_padding is None else rows.masked_fill_(self.is_padding, 0)
 
     def add(self, results: Tensor) -> Tensor:
@@ -185,9 +190,17 @@ class Rows:
         sums = new_tensor((self.num_rows, results.shape[1]), results.dtype, results.device).zero_()
         if self.num_rows == 0:
             return sums
+        if self.real_ids is not None:
+            return sums.index_add_(0, self.read_ids[self.real_ids], _select(results, self.real_ids))
         if self.is_padding is not None:
             results = results.masked_fill(self.is_padding, 0)
         return sums.index_add_(0, self.read_ids, results)
+
+
+def _select(source: Tensor, ids: Tensor) -> Tensor:
+    """Return rows of source [R, H]: [M] -> [M, H]."""
+    rows = new_tensor((ids.shape[0], source.shape[1]), source.dtype, source.device)
+    return torch.index_select(source, 0, ids, out=rows)
 
 
 def weigh_activation(activation: Activation, first: Tensor, probs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dispatchers.host_memory import new_tensor
 from dispatchers.permutation import sum_dtype
 from moe.quantization.delayed import DelayedScaling
-from moe.quantization.quantize import Block, Quantized, block_amax, hadamard, quantize
+from moe.quantization.quantize import Block, Quantized, block_amax, dequantize_all, hadamard, quantize
 from moe.quantization.recipes import Operand, QuantizationRecipe
 
 FC1, FC2 = 0, 1  # which linear
@@ -163,29 +163,30 @@ class ReferenceGemm:
         dtype, first = sum_dtype(self.dtype), weight.parts[0]
         num_features = first.shape[1] if weight.is_transposed else first.shape[0]
         out = new_tensor((sum(self.counts), num_features), dtype, first.codes.device)
-        for (expert, part), matrix in zip(self.parts(), rows.parts, strict=True):
-            if self.counts[expert]:
-                w = weight.parts[expert].dequantize(dtype)
-                torch.mm(matrix.dequantize(dtype), w if weight.is_transposed else w.t(), out=out[part])
+        slots = {expert: part for expert, part in self.parts() if self.counts[expert]}
+        pairs = zip(self._dequantized(rows, slots), self._dequantized(weight, slots), strict=True)
+        for part, (x, w) in zip(slots.values(), pairs, strict=True):
+            torch.mm(x, w if weight.is_transposed else w.t(), out=out[part])
         return out
 
     def weight_gradient(self, grad: PerExpert | Plain, x: PerExpert | Plain, out: Tensor) -> None:
         """See GroupedGemm."""
-        dtype = sum_dtype(self.dtype)
-        for expert, part in self.parts():
-            if self.counts[expert] == 0:
-                out[expert].zero_()
-                continue
-            left, right = (
-                operand.values[part].to(dtype)
-                if isinstance(operand, Plain)
-                else operand.parts[expert].dequantize(dtype)
-                for operand in (grad, x)
-            )
-            if out.dtype == dtype:
+        slots = {expert: part for expert, part in self.parts() if self.counts[expert]}
+        for expert in set(range(len(self.counts))) - slots.keys():
+            out[expert].zero_()
+        pairs = zip(self._dequantized(grad, slots), self._dequantized(x, slots), strict=True)
+        for expert, (left, right) in zip(slots, pairs, strict=True):
+            if out.dtype == left.dtype:
                 torch.mm(left.t(), right, out=out[expert])
             else:
                 out[expert].copy_(torch.mm(left.t(), right))
+
+    def _dequantized(self, operand: PerExpert | Plain, slots: dict[int, slice]) -> Iterator[Tensor]:
+        """Yield the matrices of some experts in the dtype of sums."""
+        dtype = sum_dtype(self.dtype)
+        if isinstance(operand, Plain):
+            return (operand.values[part].to(dtype) for part in slots.values())
+        return dequantize_all([operand.parts[expert] for expert in slots], dtype)
 
     def _quantize_all(
         self, x: Tensor, sizes: tuple[int, ...], block: Block, linear: int, operand: Operand

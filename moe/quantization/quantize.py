@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,25 +92,45 @@ class Quantized:
 
     def scale_fp32(self) -> Tensor:
         """Return the scale of each block as fp32, the tensor's included."""
-        scale = e8m0_to_fp32(self.scale) if self.scale.dtype == torch.float8_e8m0fnu else self.scale.float()
-        return scale if self.tensor_scale is None else scale * self.tensor_scale
+        return _scale_fp32(self.scale, self.tensor_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
         """Return the matrix [m, n], rounded to dtype once; fp32 and fp64 hold code * scale as fp32 does."""
+        return self._times(*_factors(self.fmt, self.scale_fp32()), dtype, out)
+
+    def _times(self, factors: Tensor, late: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return `decode_half` of the codes times the factor of their block and times late."""
         shape = self.shape
         out = torch.empty(shape, dtype=dtype, device=self.codes.device) if out is None else out
-        scale = self.scale_fp32()
-        late = _late_factor(self.fmt, scale)
-        scale = scale * (self.fmt.half_factor / late)
         for rows, blocks in _row_chunks(shape, self.block, out.device):
             values = decode_half(self.codes[rows], self.fmt)
             target = out[rows] if out.dtype == torch.float32 else torch.empty(values.shape, device=out.device)
-            _multiply(values, scale[blocks], self.block, out=target)
+            _multiply(values, factors[blocks], self.block, out=target)
             if late != 1.0:
                 target.mul_(late)
             if target.dtype != out.dtype:
                 out[rows].copy_(target)
         return out
+
+
+def dequantize_all(matrices: Sequence[Quantized], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield what `dequantize` returns for each of some matrices of one format: one by one, their scales at once.
+
+    With many small matrices most of the time would go into scales.
+    """
+    if not matrices:
+        return
+    fmt, sizes = matrices[0].fmt, [matrix.scale.numel() for matrix in matrices]
+    scale, tensor_scale = torch.cat([matrix.scale.flatten() for matrix in matrices]), None
+    given = [matrix.tensor_scale for matrix in matrices if matrix.tensor_scale is not None]
+    if given:
+        tensor_scale = torch.cat([one.expand(size) for one, size in zip(given, sizes, strict=True)])
+    factors, late = _factors(fmt, _scale_fp32(scale, tensor_scale))
+    if late != 1.0 and scale.device.type == "cpu":  # some scale is extreme; that of another matrix must not feel it
+        yield from (matrix.dequantize(dtype) for matrix in matrices)
+        return
+    for matrix, part in zip(matrices, factors.split(sizes), strict=True):
+        yield matrix._times(part.view(matrix.scale.shape), late, dtype)
 
 
 def quantize(
@@ -226,14 +246,21 @@ def _power_of_two(byte: Tensor) -> Tensor:
     return torch.where(byte == 0, _SMALLEST_E8M0, byte.bitwise_left_shift(_MANTISSA_SIZE)).view(torch.float32)
 
 
-def _late_factor(fmt: FloatFormat, scale: Tensor) -> float:
-    """Return the part of fmt.half_factor that scales cannot take, because an fp32 would not hold the product.
+def _scale_fp32(scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    """Return scales as fp32, times that of their tensor if there is one."""
+    scale = e8m0_to_fp32(scale) if scale.dtype == torch.float8_e8m0fnu else scale.float()
+    return scale if tensor_scale is None else scale * tensor_scale
 
-    Only on a CPU, where a pass is dear and a look at the scales is not, is it left out where it is not needed.
+
+def _factors(fmt: FloatFormat, scale: Tensor) -> tuple[Tensor, float]:
+    """Return what to multiply what `decode_half` returns by: a factor of each scale, and what is left of it for later.
+
+    The part of fmt.half_factor that an fp32 would not hold together with a scale is left. Only on a CPU, where a pass
+    is dear and a look at the scales is not, is it 1 where it can be.
     """
-    limit = 2.0**127 / fmt.half_factor
-    is_needed = scale.device.type != "cpu" or bool((scale > limit).any())
-    return fmt.half_factor if is_needed else 1.0
+    is_needed = scale.device.type != "cpu" or bool((scale > 2.0**127 / fmt.half_factor).any())
+    late = fmt.half_factor if is_needed else 1.0
+    return scale * (fmt.half_factor / late), late
 
 
 def _amax_of_runs(magnitudes: Tensor, run: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe.quantization import quantize as quantize_module
 from moe.quantization.formats import E2M1, E4M3, E5M2, FloatFormat
-from moe.quantization.quantize import Block, Quantized, block_amax, hadamard, quantize
+from moe.quantization.quantize import Block, Quantized, block_amax, dequantize_all, hadamard, quantize
 from tests.quantized_reference import Rule, quantized
 
 CASES: dict[str, tuple[FloatFormat, Block, Any]] = {
@@ -202,3 +202,28 @@ def test_hadamard_keeps_products_and_spreads_outliers() -> None:
     columns = hadamard(torch.eye(16)).numpy() * 4
     assert np.array_equal(np.abs(columns), np.ones((16, 16)))
     assert len({tuple(row) for row in np.sign(columns)}) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_many_matrices_come_back_as_each_alone(name: str, dtype: torch.dtype) -> None:
+    many = [quantize(x.contiguous() * 10.0**power, *CASES[name]) for power, x in enumerate(matrix().split(128))]
+    many.append(quantize(matrix()[:0], *CASES[name]))
+    together = list(dequantize_all(many, dtype))
+    assert len(together) == len(many)
+    for result, one in zip(together, many, strict=True):
+        assert result.dtype == dtype
+        assert torch.equal(result, one.dequantize(dtype))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E2M1])
+def test_an_extreme_matrix_leaves_the_others_alone(fmt: FloatFormat) -> None:
+    usual = torch.linspace(-1, 1, 64).view(2, 32)
+    many = [quantize(usual * factor, fmt, Block(1, 32), "fp32") for factor in (1.0, 3e38, 1e-35, 1e-38)]
+    for result, one in zip(dequantize_all(many, torch.float32), many, strict=True):
+        assert result.isfinite().all()
+        assert torch.equal(result, one.dequantize())
+
+
+def test_no_matrices_come_back_as_none() -> None:
+    assert list(dequantize_all([], torch.float32)) == []
